@@ -1,0 +1,23 @@
+"""The nodes of a compound system. `CausalLM` needs the extra `hf`; it is imported when first asked for."""
+
+from typing import TYPE_CHECKING, Any
+
+from sysdpo_lab.components.base import Component
+from sysdpo_lab.components.categorical import Categorical
+from sysdpo_lab.components.completion import Completion
+from sysdpo_lab.components.tool import Tool
+
+if TYPE_CHECKING:
+    from sysdpo_lab.components.language import CausalLM
+
+__all__ = ["Categorical", "CausalLM", "Completion", "Component", "Tool"]
+
+_LAZY = {"CausalLM": "sysdpo_lab.components.language"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

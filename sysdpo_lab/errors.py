@@ -1,0 +1,190 @@
+"""Named errors and warnings: each says which component, row or file, what was found and what to do."""
+
+
+class SysDPOError(Exception):
+    """Base class of every error that this package raises on purpose."""
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+class GraphError(SysDPOError, ValueError):
+    """The components do not form a compound system."""
+
+
+class CycleError(GraphError):
+    """Components feed one another in a circle; unroll the loop over time instead."""
+
+
+class UnknownComponentError(GraphError, KeyError):
+    """A name was used that no component and no input has."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class DuplicateComponentError(GraphError):
+    """Two components, or a component and an input, share a name."""
+
+
+class MissingParentError(GraphError):
+    """A component lists a parent that is neither an input nor a component, or got no value for one."""
+
+
+class UnreachableOutputError(GraphError):
+    """No input reaches the output, so preferences on it would say nothing about x."""
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+class TableError(SysDPOError, ValueError):
+    """A probability table has the wrong shape, a negative entry, or rows that do not sum to 1."""
+
+
+class CardinalityError(TableError):
+    """The number of values that a table expects differs from what the graph says."""
+
+
+class ValueRangeError(SysDPOError, ValueError):
+    """A value lies outside the range of its variable."""
+
+
+class BatchMismatchError(SysDPOError, ValueError):
+    """The variables of one trace do not have the same number of rows."""
+
+
+class NonFiniteError(SysDPOError, ArithmeticError):
+    """A NaN or an infinity where a finite number is needed."""
+
+
+class NoMarginError(SysDPOError, ValueError):
+    """No pair of the batch has a margin: every winner or loser is impossible."""
+
+
+class InputMismatchError(SysDPOError, ValueError):
+    """Chosen and rejected trace of one pair have different inputs."""
+
+
+class NoiseRequiredError(SysDPOError, ValueError):
+    """A component whose log-probability is a bound needs shared noise; call system.draw_noise first."""
+
+
+class UnknownOptionError(SysDPOError, ValueError):
+    """An option has a value, or a name, that does not exist; the message lists those that do."""
+
+
+class UnsupportedSamplerError(SysDPOError, TypeError):
+    """A sampler cannot be used on this kind of component."""
+
+
+class CaseFormatError(SysDPOError, ValueError):
+    """A discrete-compound-system file is broken; the message names file and key."""
+
+
+class SaveFormatError(SysDPOError, ValueError):
+    """A saved system's folder is incomplete or of another format."""
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+
+class SysDPOWarning(UserWarning):
+    """Base class of this package's warnings."""
+
+
+class TiedFreezeWarning(SysDPOWarning):
+    """Freezing one of several components with shared parameters freezes all of them."""
+
+
+class NoDiversityWarning(SysDPOWarning):
+    """All intermediates of every row coincide (or k = 1): the hidden components get exactly no gradient."""
+
+
+def check_option(name: str, value: object, allowed: tuple) -> None:
+    """Raise UnknownOptionError unless `value` is one of `allowed`.
+
+    >>> check_option("repeats", "drop", ("drop", "count"))
+    >>> check_option("repeats", "dorp", ("drop", "count"))
+    Traceback (most recent call last):
+    ...
+    sysdpo_lab.errors.UnknownOptionError: repeats='dorp' does not exist; choose one of 'drop', 'count'
+    """
+    if not any(value is option or (type(value) is type(option) and value == option) for option in allowed):
+        raise UnknownOptionError(f"{name}={value!r} does not exist; choose one of {', '.join(map(repr, allowed))}")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+class DataFolderError(SysDPOError, FileNotFoundError):
+    """The folder with the toy systems and stored results was not found."""
+
+
+class MissingWeightsError(SysDPOError, FileNotFoundError):
+    """A packaged small model is not installed."""
+
+
+class WeightsHashError(SysDPOError, ValueError):
+    """A weights file is not the one that is pinned by its SHA-256."""
+
+
+# --- preference data and stored files -------------------------------------------------------------------------------
+
+
+class PairFormatError(SysDPOError, ValueError):
+    """A preference pair lacks a part, or has parts of the wrong kind."""
+
+
+class EmptyAnswerError(PairFormatError):
+    """A chosen or rejected answer has nothing in it that could be scored."""
+
+
+class IdenticalPairError(PairFormatError):
+    """Chosen and rejected are the same: the pair's loss is log 2 whatever the system does."""
+
+
+class PreferenceFileError(SysDPOError, ValueError):
+    """A line of a preference file, or all of them, cannot be used; the message names file and line."""
+
+
+class MissingFileError(SysDPOError, FileNotFoundError):
+    """A file that is needed is not there; the message says how to make it."""
+
+
+class ChecksumError(SysDPOError, ValueError):
+    """A stored file is not the one that its card describes."""
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+class MissingAltTextError(SysDPOError, ValueError):
+    """A figure without alt text; say what is to be seen in it."""
+
+
+class EmptyHistoryError(SysDPOError, ValueError):
+    """A training history without a single step."""
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+
+class PromptError(SysDPOError, ValueError):
+    """Prompts or their attention mask have the wrong shape, are empty, or are not padded on the left."""
+
+
+class TokenIdError(SysDPOError, ValueError):
+    """An EOS or pad id is missing or lies outside the vocabulary."""
+
+
+class OptionRangeError(UnknownOptionError):
+    """A number given as an option is out of range; the message says what is allowed."""
+
+
+class ContextLengthError(SysDPOError, ValueError):
+    """Prompt and continuation together need more positions than the model has."""
+
+
+class UnsupportedModelError(SysDPOError, TypeError):
+    """A model cannot be decoded as it is."""

@@ -1,0 +1,435 @@
+"""DPO's loss and its two system-level forms: SysDPO-Direct (E6) and SysDPO-Sampling (E7).
+
+The formulas are pure functions of log-probabilities; the two functions that take a system only ask it for the terms.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from sysdpo_lab import errors
+from sysdpo_lab.components.base import (
+    Batch,
+    batch_length,
+    concatenate,
+    flatten_rows,
+    group_rows,
+    repeat_rows,
+    same_value,
+    take_rows,
+)
+
+if TYPE_CHECKING:
+    from sysdpo_lab.system import CompoundSystem
+
+POSTERIOR = "posterior"
+
+
+@dataclass
+class PairLoss:
+    """What a preference loss says about a batch of pairs.
+
+    Attributes:
+        loss: scalar, mean over the pairs that have a margin; differentiable.
+        margin: (B,) beta x log-ratio gap; NaN where a pair was dropped; differentiable.
+        log_ratio_gap: (B,) winner's log-ratio minus loser's, nats.
+        shares: {component: (B,)} each component's part of the gap, detached; they sum to `log_ratio_gap`
+            (Sampling adds the entry "posterior", see `sampling_shares`).
+        dropped: number of pairs without a margin.
+        effective: (B,) effective number of intermediates 1 / sum of squared posterior weights, mean of both sides
+            (Sampling only).
+    """
+
+    loss: Tensor
+    margin: Float[Tensor, " B"]
+    log_ratio_gap: Float[Tensor, " B"]
+    shares: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
+    dropped: int = 0
+    effective: Float[Tensor, " B"] | None = None
+
+    @property
+    def kept(self) -> Bool[Tensor, " B"]:
+        """Which pairs have a margin."""
+        return ~torch.isnan(self.margin.detach())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the kept pairs whose margin is positive; a margin of 0 counts one half."""
+        margin = self.margin.detach()[self.kept]
+        return ((margin > 0).double() + 0.5 * (margin == 0).double()).mean().item() if len(margin) else float("nan")
+
+
+# --- formulas -----------------------------------------------------------------------------------------------------------
+
+
+def dpo_loss(margin: Float[Tensor, " B"]) -> Tensor:
+    """-log sigmoid(margin), mean over pairs (E5; Rafailov et al. 2023, Eq. 7): never the log sigmoid of a mean.
+
+    Args:
+        margin: (B,) beta x log-ratio gap. A larger beta at the same gap is a larger margin.
+
+    >>> round(dpo_loss(torch.zeros(3)).item(), 4)
+    0.6931
+    """
+    return -logsigmoid(margin).mean()
+
+
+def log_mixture(joint: Float[Tensor, "B K"], log_weights: Float[Tensor, "B K"]) -> Float[Tensor, " B"]:
+    """log P_A = log sum_a exp(log_weight_a + log p(a, z | x)), nats (E7); -inf where no a can produce z.
+
+    >>> log_mixture(torch.tensor([[0.25, 0.25]]).log(), torch.zeros(1, 2)).exp()
+    tensor([0.5000])
+    """
+    total = joint + log_weights
+    possible = torch.isfinite(total).any(-1)
+    # an all -inf row has a NaN gradient in logsumexp: take it out first
+    safe = torch.where(possible[:, None], total, torch.zeros_like(total))
+    return torch.where(possible, torch.logsumexp(safe, -1), torch.full_like(safe[:, 0], -torch.inf))
+
+
+def posterior_weights(joint: Float[Tensor, "B K"], log_weights: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+    """w_a(z) = exp(log_weight_a) p(a, z | x) / P_A(z | x): how much each intermediate explains z, rows sum to 1.
+
+    >>> posterior_weights(torch.tensor([[0.3, 0.1]]).log(), torch.zeros(1, 2))
+    tensor([[0.7500, 0.2500]])
+    """
+    mixture = log_mixture(joint, log_weights)
+    weights = (joint + log_weights - torch.where(torch.isfinite(mixture), mixture, 0.0)[:, None]).exp()
+    return weights
+
+
+def repeat_log_weights(first: Bool[Tensor, "B K"], repeats: str) -> Float[Tensor, "B K"]:
+    """Log-weights for a set with repeats: "drop" keeps the first of each (-inf for the others), "count" keeps all.
+
+    >>> repeat_log_weights(torch.tensor([[True, False]]), "drop")
+    tensor([[0., -inf]], dtype=torch.float64)
+    """
+    errors.check_option("repeats", repeats, ("drop", "count"))
+    zero = torch.zeros(first.shape, dtype=torch.float64)
+    return zero if repeats == "count" else zero.masked_fill(~first.cpu(), -torch.inf)
+
+
+def sampling_shares(
+    policy: Mapping[str, Float[Tensor, "B K"]],
+    reference: Mapping[str, Float[Tensor, "B K"]],
+    log_weights: Float[Tensor, "B K"],
+) -> dict[str, Float[Tensor, " B"]]:
+    """Parts of log P_A(z) - log P_A,ref(z) for one side, nats.
+
+    With w, w_ref the posteriors within A:  log P_A/P_A,ref = sum_i sum_a w_a [log p_i - log p_i,ref] - KL(w || w_ref);
+    entry i is component i's part, "posterior" is -KL(w || w_ref) (always <= 0).
+
+    Args:
+        policy, reference: each component's (B, K) log-probabilities of the K assignments with this side's z.
+        log_weights: (B, K).
+    """
+    joint, joint_ref = sum(policy.values()), sum(reference.values())
+    weights, weights_ref = posterior_weights(joint, log_weights), posterior_weights(joint_ref, log_weights)
+    used = weights > 0
+    shared = used & (weights_ref > 0)
+    shares = {name: _weighted(weights, policy[name] - reference[name], shared) for name in policy}
+    ratio = torch.where(shared, weights, 1.0).log() - torch.where(shared, weights_ref, 1.0).log()
+    # an a that only the policy can use has an infinite log-ratio and an infinite KL term; their sum is the finite rest
+    gap = log_mixture(joint, log_weights) - log_mixture(joint_ref, log_weights)
+    only_policy = _weighted(weights, gap[:, None].expand_as(weights), used & ~shared)
+    shares[POSTERIOR] = only_policy - _weighted(weights, ratio, shared)
+    return shares
+
+
+def _weighted(weights: Tensor, values: Tensor, where: Tensor) -> Tensor:
+    return torch.where(where, weights * torch.where(where, values, 0.0), 0.0).sum(-1)
+
+
+# --- shared helpers -----------------------------------------------------------------------------------------------------
+
+
+def _check_beta(beta: float) -> float:
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < float("inf"):
+        raise errors.UnknownOptionError(f"beta must be a positive finite number, found {beta!r}")
+    return float(beta)
+
+
+def _pair_loss(gap: Tensor, beta: float, kept: Tensor, shares: dict, effective: Tensor | None = None) -> PairLoss:
+    """Loss over the kept pairs; the others get a NaN margin and are counted."""
+    if not bool(kept.any()):
+        raise errors.NoMarginError(
+            f"none of the {len(kept)} pairs has a margin: every winner or loser has probability 0; "
+            "check the data, or use a larger or more diverse set of intermediates"
+        )
+    bad = kept & ~torch.isfinite(gap.detach())
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise errors.NonFiniteError(f"row {row}: the log-ratio gap is {gap[row].item()}; look at its components' terms")
+    margin = beta * torch.where(kept, gap, torch.full_like(gap, torch.nan))
+    return PairLoss(dpo_loss(margin[kept]), margin, torch.where(kept, gap, torch.nan).detach(), shares, int((~kept).sum()),
+                    effective)
+
+
+def _terms(system: "CompoundSystem", trace: Mapping[str, Batch], names: list[str], noise: Mapping[str, Any]):
+    """Policy and reference terms of one trace; a component with nothing to train is scored without a graph."""
+    policy = {}
+    for name in names:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not system.is_frozen(name)):
+            policy.update(system.log_prob_terms(trace, noise, names=[name]))
+    with torch.no_grad(), system.reference():
+        reference = system.log_prob_terms(trace, noise, names=names)
+    return policy, reference
+
+
+def _wide(terms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All terms in float64 on one device: sums of a float64 table and a float32 model lose nothing."""
+    device = next(iter(terms.values())).device
+    return {name: term.to(device=device, dtype=torch.float64) for name, term in terms.items()}
+
+
+# --- SysDPO-Direct ------------------------------------------------------------------------------------------------------
+
+
+def direct_loss(
+    system: "CompoundSystem",
+    chosen: Mapping[str, Batch],
+    rejected: Mapping[str, Batch],
+    beta: float,
+    *,
+    generator: torch.Generator | None = None,
+) -> PairLoss:
+    """SysDPO-Direct (E6): DPO on whole traces, intermediates in the data.
+
+    margin = beta [log p/p_ref(s^w | x) - log p/p_ref(s^l | x)], each log-ratio the sum over components.
+
+    Args:
+        system: the compound system; frozen components are scored but get no gradient.
+        chosen, rejected: traces with a value of every variable, B rows, the same inputs row by row.
+        beta: > 0; larger keeps the optimum closer to the reference.
+        generator: for the noise of bound components; one draw a pair serves both sides, policy and reference.
+
+    Raises:
+        InputMismatchError: inputs differ within a pair.  NoMarginError: no pair has a margin.
+        NonFiniteError, BatchMismatchError, MissingParentError, UnknownOptionError.
+
+    >>> from sysdpo_lab import CompoundSystem
+    >>> from sysdpo_lab.components import Categorical
+    >>> system = CompoundSystem([Categorical("z", {"x": 1}, 2)], inputs=("x",), output="z")
+    >>> x = torch.zeros(1, dtype=torch.long)
+    >>> out = direct_loss(system, {"x": x, "z": x}, {"x": x, "z": x + 1}, beta=0.1)
+    >>> round(out.loss.item(), 4), out.margin.item()
+    (0.6931, 0.0)
+    """
+    beta = _check_beta(beta)
+    rows = _check_pair(system, chosen, rejected)
+    aligned = _same_shape(system, chosen, rejected, rows)
+    pick = aligned.nonzero()[:, 0].tolist()
+    if not pick:
+        return _pair_loss(torch.zeros(rows), beta, aligned, {})
+    both = {n: concatenate(take_rows(chosen[n], pick), take_rows(rejected[n], pick)) for n in (*system.inputs, *system.order)}
+    noise = _pair_noise(system, both, len(pick), generator)
+    policy, reference = (_wide(terms) for terms in _terms(system, both, system.order, noise))
+    ratios = {name: policy[name] - reference[name] for name in system.order}
+    possible = torch.stack([torch.isfinite(policy[n].detach()) & torch.isfinite(reference[n]) for n in system.order]).all(0)
+    possible = possible[: len(pick)] & possible[len(pick) :]
+    gaps = {n: _difference(r, len(pick), possible) for n, r in ratios.items()}
+    kept = aligned.clone()
+    kept[aligned] = possible.cpu()
+    spread = {n: _spread(g, aligned) for n, g in gaps.items()}
+    shares = {n: torch.where(kept, g.detach(), torch.nan) for n, g in spread.items()}
+    return _pair_loss(sum(spread.values()), beta, kept, shares)
+
+
+def _difference(ratio: Tensor, rows: int, possible: Tensor) -> Tensor:
+    winner, loser = ratio[:rows], ratio[rows:]
+    return torch.where(possible, winner, 0.0) - torch.where(possible, loser, 0.0)
+
+
+def _spread(values: Tensor, where: Tensor) -> Tensor:
+    """Values of the aligned pairs put back to their rows, 0 elsewhere."""
+    if bool(where.all()):
+        return values
+    full = torch.zeros(len(where), dtype=values.dtype, device=values.device)
+    return full.index_put((where.nonzero()[:, 0].to(values.device),), values)
+
+
+def _check_pair(system: "CompoundSystem", chosen: Mapping[str, Batch], rejected: Mapping[str, Batch]) -> int:
+    rows = system.check_trace(chosen)
+    if rows != system.check_trace(rejected):
+        raise errors.BatchMismatchError(f"{rows} chosen traces but {system.check_trace(rejected)} rejected ones")
+    if rows == 0:
+        raise errors.BatchMismatchError("the batch holds no pairs")
+    for name in system.inputs:
+        for row in range(rows):
+            if not same_value(chosen[name][row], rejected[name][row]):
+                raise errors.InputMismatchError(
+                    f"row {row}: chosen and rejected have different inputs {name!r}: "
+                    f"{chosen[name][row]!r} and {rejected[name][row]!r}; a pair compares answers to one input"
+                )
+    return rows
+
+
+def _same_shape(system: "CompoundSystem", chosen: Mapping, rejected: Mapping, rows: int) -> Bool[Tensor, " B"]:
+    """Pairs whose bound components have equally many parts (images) on both sides: only those can share noise."""
+    same = torch.ones(rows, dtype=torch.bool)
+    for name in system.order:
+        if system[name].kind == "bound":
+            for row in range(rows):
+                left, right = chosen[name][row], rejected[name][row]
+                same[row] &= getattr(left, "shape", None) == getattr(right, "shape", None)
+    return same
+
+
+def _pair_noise(system: "CompoundSystem", both: Mapping[str, Batch], rows: int, generator) -> dict[str, Any]:
+    """One noise draw a pair, used for winner and loser alike."""
+    winners = {name: take_rows(value, range(rows)) for name, value in both.items()}
+    noise = system.draw_noise(winners, generator=generator)
+    return {name: system[name].repeat_noise(drawn) for name, drawn in noise.items()}
+
+
+# --- SysDPO-Sampling ----------------------------------------------------------------------------------------------------
+
+
+def first_of_each(columns: list[Batch], rows: int, size: int) -> Bool[Tensor, "B K"]:
+    """Whether entry k of a row is the first with its joint value.
+
+    >>> first_of_each([torch.tensor([[1, 1, 2]])], 1, 3)
+    tensor([[ True, False,  True]])
+    """
+    first = torch.ones(rows, size, dtype=torch.bool)
+    for row in range(rows):
+        for k in range(1, size):
+            first[row, k] = not any(all(same_value(c[row][k], c[row][j]) for c in columns) for j in range(k))
+    return first
+
+
+def sampling_loss(
+    system: "CompoundSystem",
+    inputs: Mapping[str, Batch],
+    chosen: Batch,
+    rejected: Batch,
+    intermediates: Mapping[str, Batch],
+    beta: float,
+    *,
+    repeats: str = "drop",
+    log_weights: Float[Tensor, "B K"] | None = None,
+    generator: torch.Generator | None = None,
+) -> PairLoss:
+    """SysDPO-Sampling (E7): preferences on finals only, p(z | x) replaced by P_A(z | x) = sum_{a in A(x)} p(a | x) p(z | x, a).
+
+    margin = beta [log P_A/P_A,ref(z^w | x) - log P_A/P_A,ref(z^l | x)], the same A for both sides, policy and reference.
+
+    Args:
+        system: the compound system.
+        inputs: {input: B rows}.
+        chosen, rejected: B values of the output each.
+        intermediates: {hidden component: (B, k), or B lists of k}: k joint assignments a row. Deterministic components
+            may be left out; they are computed.
+        beta: > 0; larger keeps the optimum closer to the reference.
+        repeats: "drop" (default) counts a joint assignment once; "count" counts every repeat (inconsistent as k grows).
+        log_weights: (B, k) added to log p(a, z | x); all four uses get the same.
+        generator: unused unless a hidden component is a bound.
+
+    Raises:
+        NoMarginError: no pair has a margin.  UnknownOptionError, BatchMismatchError, MissingParentError, NonFiniteError.
+    """
+    beta = _check_beta(beta)
+    errors.check_option("repeats", repeats, ("drop", "count"))
+    _check_output_is_random(system)
+    rows, size = _check_sets(system, inputs, chosen, rejected, intermediates)
+    trace = _assignments(system, inputs, intermediates, rows, size)
+    hidden = [name for name in system.hidden if system[name].kind != "deterministic" or name in intermediates]
+    columns = [group_rows(trace[name], size) for name in system.hidden]
+    weights = repeat_log_weights(first_of_each(columns, rows, size), repeats)
+    if log_weights is not None:
+        weights = weights + _checked_weights(log_weights, rows, size)
+    noise = system.draw_noise(trace, generator=generator) if any(system[n].kind == "bound" for n in system.relevant) else {}
+    shared, shared_ref = _terms(system, trace, hidden, noise) if hidden else ({}, {})
+    sides = {}
+    finals = _terms(system, _with_both_finals(system, trace, chosen, rejected, size), [system.output], _doubled(noise))
+    for side, start in (("w", 0), ("l", rows * size)):
+        here = slice(start, start + rows * size)
+        sides[side] = tuple(
+            {n: t.reshape(rows, size) for n, t in _wide({**terms, system.output: final[system.output][here]}).items()}
+            for terms, final in ((shared, finals[0]), (shared_ref, finals[1]))
+        )
+    return _sampling_pair_loss(sides, weights, beta)
+
+
+def _sampling_pair_loss(sides: dict, weights: Tensor, beta: float) -> PairLoss:
+    """From each side's (policy, reference) terms to the loss, shares and effective numbers."""
+    ratio, shares, effective, kept = {}, {}, {}, None
+    for side, (policy, reference) in sides.items():
+        weights = weights.to(next(iter(policy.values())).device)
+        joint, joint_ref = sum(policy.values()), sum(reference.values())
+        log_p, log_ref = log_mixture(joint, weights), log_mixture(joint_ref, weights)
+        possible = torch.isfinite(log_p.detach()) & torch.isfinite(log_ref)
+        kept = possible if kept is None else kept & possible
+        ratio[side] = torch.where(possible, log_p, 0.0) - torch.where(possible, log_ref, 0.0)
+        with torch.no_grad():
+            shares[side] = sampling_shares({n: t.detach() for n, t in policy.items()}, reference, weights)
+            effective[side] = 1 / posterior_weights(joint.detach(), weights).pow(2).sum(-1)
+    gaps = {name: shares["w"][name] - shares["l"][name] for name in shares["w"]}
+    gaps = {name: torch.where(kept, gap, torch.nan) for name, gap in gaps.items()}
+    number = torch.where(kept, (effective["w"] + effective["l"]) / 2, torch.nan)
+    return _pair_loss(ratio["w"] - ratio["l"], beta, kept, gaps, number)
+
+
+def _check_output_is_random(system: "CompoundSystem") -> None:
+    if system[system.output].kind == "deterministic":
+        raise errors.UnknownOptionError(
+            f"the output {system.output!r} is deterministic: a single answer cannot be preferred within a set of "
+            "intermediates; train this system with SysDPO-Direct (direct_loss)"
+        )
+
+
+def _check_sets(system, inputs, chosen, rejected, intermediates) -> tuple[int, int]:
+    rows = batch_length(chosen)
+    lengths = {"chosen": rows, "rejected": batch_length(rejected)}
+    lengths |= {name: batch_length(value) for name, value in {**inputs, **intermediates}.items()}
+    if len(set(lengths.values())) > 1:
+        raise errors.BatchMismatchError(f"the pairs have different numbers of rows: {lengths}")
+    if rows == 0:
+        raise errors.BatchMismatchError("the batch holds no pairs")
+    unknown = [name for name in intermediates if name not in system.order]
+    if unknown:
+        raise errors.UnknownComponentError(f"intermediates name {unknown[0]!r}; the hidden components are {system.hidden}")
+    missing = [n for n in system.hidden if n not in intermediates and system[n].kind != "deterministic"]
+    if missing:
+        raise errors.MissingParentError(f"intermediates lack the hidden component {missing[0]!r}; got {sorted(intermediates)}")
+    sizes = {(name, len(row)) for name, value in intermediates.items() for row in value}
+    numbers = {size for _, size in sizes}
+    if len(numbers) > 1 or 0 in numbers:
+        raise errors.BatchMismatchError(f"every row needs the same number k >= 1 of joint assignments; found {sorted(sizes)}")
+    return rows, numbers.pop() if numbers else 1
+
+
+def _checked_weights(log_weights: Tensor, rows: int, size: int) -> Float[Tensor, "B K"]:
+    log_weights = torch.as_tensor(log_weights, dtype=torch.float64).detach().cpu()
+    if tuple(log_weights.shape) != (rows, size):
+        raise errors.BatchMismatchError(f"log_weights has shape {tuple(log_weights.shape)}, expected ({rows}, {size})")
+    if bool((torch.isnan(log_weights) | (log_weights == torch.inf)).any()):
+        raise errors.NonFiniteError("log_weights holds NaN or +inf; -inf takes an entry out of the set")
+    return log_weights
+
+
+def _assignments(system, inputs, intermediates, rows: int, size: int) -> dict[str, Batch]:
+    """B * k rows with a value of every input and hidden component."""
+    trace = {name: repeat_rows(inputs[name], size) for name in system.inputs}
+    for name in system.hidden:
+        if name in intermediates:
+            trace[name] = flatten_rows(intermediates[name])
+        else:
+            trace[name] = system[name].greedy(system.parent_values(name, trace))
+    return trace
+
+
+def _with_both_finals(system, trace, chosen, rejected, size: int) -> dict[str, Batch]:
+    """The B * k rows with the winner as output, then the same rows with the loser."""
+    both = {name: concatenate(value, value) for name, value in trace.items()}
+    both[system.output] = concatenate(repeat_rows(chosen, size), repeat_rows(rejected, size))
+    return both
+
+
+def _doubled(noise: Mapping[str, Any]) -> Mapping[str, Any]:
+    return noise

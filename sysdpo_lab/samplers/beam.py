@@ -1,0 +1,53 @@
+"""Diverse beam search over the hidden components of a system (Vijayakumar et al. 2018, as the paper uses it)."""
+
+from collections.abc import Mapping
+
+import torch
+
+from sysdpo_lab.components.base import Batch, repeat_rows
+from sysdpo_lab.samplers.ancestral import draw_jointly
+from sysdpo_lab.samplers.candidates import Candidates, candidates, check_size, hidden_log_prob
+
+
+@torch.no_grad()
+def diverse_beam(
+    system,
+    inputs: Mapping[str, Batch],
+    k: int,
+    generator: torch.Generator | None = None,
+    *,
+    diversity_penalty: float = 20.0,
+    **options,
+) -> Candidates:
+    """k likely and different joint assignments (E7): assignment j takes group j of every first-layer search.
+
+    A hidden component whose parents are all inputs gets one search of k groups of one beam (tables: the k most likely
+    values); a later one is decoded greedily in the context of assignment j. Nothing is random.
+
+    Args:
+        system, inputs: any graph of hidden components.
+        k: number of groups.
+        generator: ignored.
+        diversity_penalty: nats taken off a token for each earlier group that chose it in the same step; larger is more
+            diverse (the paper: 20).
+        options: passed to the language models' search (max_new_tokens, min_new_tokens).
+
+    Returns:
+        Candidates; where a table has fewer than k possible values the surplus entries have weight -inf.
+    """
+    check_size(k)
+    if not system.hidden:
+        return candidates(system, inputs, {}, 1)
+    options = {"diversity_penalty": diversity_penalty, **options}
+
+    def root(component, rows):
+        return _for_each_row(component.diverse({}, k, **options), rows)
+
+    values = draw_jointly(system, inputs, k, lambda c, p: c.diverse(p, k, **options), lambda c, p: c.greedy(p), root)
+    log_probs = hidden_log_prob(system, inputs, values, k)
+    log_weights = torch.zeros_like(log_probs).masked_fill(~torch.isfinite(log_probs), -torch.inf)
+    return candidates(system, inputs, values, k, log_probs, log_weights)
+
+
+def _for_each_row(values: Batch, rows: int) -> Batch:
+    return repeat_rows(values, rows)
