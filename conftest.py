@@ -3,5 +3,6 @@
 import os
 
 os.environ.pop("MPLBACKEND", None)  # a kernel started under Agg shows no figure, and nbval would miss each of them
+os.environ.pop("SYSDPO_PROFILE", None)  # the stored outputs belong to the profile that each lesson has by default
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that needs the network should fail at once, not hang
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warns in every process that pytest forks

@@ -152,8 +152,8 @@ class MissingFileError(SysDPOError, FileNotFoundError):
     """A file that is needed is not there; the message says how to make it."""
 
 
-class ChecksumError(SysDPOError, ValueError):
-    """A stored file is not the one that its card describes."""
+class RecordFormatError(SysDPOError, ValueError):
+    """A record of a generated world has an unknown slot or value."""
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -188,3 +188,49 @@ class ContextLengthError(SysDPOError, ValueError):
 
 class UnsupportedModelError(SysDPOError, TypeError):
     """A model cannot be decoded as it is."""
+
+
+# --- notebooks --------------------------------------------------------------------------------------------------------
+
+
+class NotebookExecutionError(SysDPOError, RuntimeError):
+    """A cell failed while a notebook was built; the message names notebook and cell."""
+
+
+# --- language models --------------------------------------------------------------------------------------------------
+
+
+class TemplateError(SysDPOError, ValueError):
+    """A prompt template does not fit the component's parents, or makes no prompt."""
+
+
+class TokenizerError(SysDPOError, ValueError):
+    """A tokenizer is missing, or lacks something that is needed (an EOS)."""
+
+
+class EmptyCompletionError(SysDPOError, ValueError):
+    """A completion has no text and no tokens, so there is nothing to score."""
+
+
+class CompletionError(SysDPOError, ValueError):
+    """A value of a language-model component is of the wrong kind, or has an end-of-sequence token in its middle."""
+
+
+class PromptTooLongError(ContextLengthError):
+    """Prompt and completion together do not fit into the model's context."""
+
+
+class AdapterError(SysDPOError, ValueError):
+    """An adapter cannot be put on this base, or cannot share it."""
+
+
+class ReferenceNotCachedError(SysDPOError, LookupError):
+    """The cached reference has no log-probability of this prompt and completion."""
+
+
+class MissingModelError(SysDPOError, FileNotFoundError):
+    """A model's files were found nowhere; the message says what to install or name."""
+
+
+class ResumeError(SysDPOError, ValueError):
+    """A run's folder is in use, or holds another run; the message says what differs."""

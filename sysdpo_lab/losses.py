@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -43,6 +43,8 @@ class PairLoss:
         dropped: number of pairs without a margin.
         effective: (B,) effective number of intermediates 1 / sum of squared posterior weights, mean of both sides
             (Sampling only).
+        distinct: (B,) number of different intermediates each pair had (Sampling only).
+        extras: whatever else an objective wants in the log: {name: (B,) numbers, or a text}.
     """
 
     loss: Tensor
@@ -51,6 +53,8 @@ class PairLoss:
     shares: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
     dropped: int = 0
     effective: Float[Tensor, " B"] | None = None
+    distinct: Int[Tensor, " B"] | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kept(self) -> Bool[Tensor, " B"]:
@@ -221,23 +225,46 @@ def direct_loss(
     (0.6931, 0.0)
     """
     beta = _check_beta(beta)
-    rows = _check_pair(system, chosen, rejected)
-    aligned = _same_shape(system, chosen, rejected, rows)
+    gaps, kept = component_gaps(system, chosen, rejected, generator=generator)
+    if not gaps:
+        return _pair_loss(torch.zeros(len(kept)), beta, kept, {})
+    shares = {n: torch.where(kept, g.detach(), torch.nan) for n, g in gaps.items()}
+    return _pair_loss(sum(gaps.values()), beta, kept, shares)
+
+
+def component_gaps(
+    system: "CompoundSystem",
+    chosen: Mapping[str, Batch],
+    rejected: Mapping[str, Batch],
+    names: list[str] | None = None,
+    *,
+    generator: torch.Generator | None = None,
+) -> tuple[dict[str, Float[Tensor, " B"]], Bool[Tensor, " B"]]:
+    """Each component's log-ratio of the chosen trace minus that of the rejected one, nats, differentiable.
+
+    Args:
+        system, chosen, rejected, generator: as in `direct_loss`.
+        names: the components wanted, default all; the traces need a value of these and of their parents.
+
+    Returns:
+        {component: (B,)}, 0 where the pair has no margin, and (B,) which pairs have one; {} when none can be scored.
+    """
+    names = system.order if names is None else names
+    rows = _check_pair(system, chosen, rejected, names)
+    aligned = _same_shape(system, chosen, rejected, rows, names)
     pick = aligned.nonzero()[:, 0].tolist()
     if not pick:
-        return _pair_loss(torch.zeros(rows), beta, aligned, {})
-    both = {n: concatenate(take_rows(chosen[n], pick), take_rows(rejected[n], pick)) for n in (*system.inputs, *system.order)}
-    noise = _pair_noise(system, both, len(pick), generator)
-    policy, reference = (_wide(terms) for terms in _terms(system, both, system.order, noise))
-    ratios = {name: policy[name] - reference[name] for name in system.order}
-    possible = torch.stack([torch.isfinite(policy[n].detach()) & torch.isfinite(reference[n]) for n in system.order]).all(0)
+        return {}, aligned
+    used = dict.fromkeys([*system.inputs, *names, *(parent for name in names for parent in system.parents(name))])
+    both = {n: concatenate(take_rows(chosen[n], pick), take_rows(rejected[n], pick)) for n in used}
+    noise = _pair_noise(system, both, len(pick), generator, names)
+    policy, reference = (_wide(terms) for terms in _terms(system, both, names, noise))
+    possible = torch.stack([torch.isfinite(policy[n].detach()) & torch.isfinite(reference[n]) for n in names]).all(0)
     possible = possible[: len(pick)] & possible[len(pick) :]
-    gaps = {n: _difference(r, len(pick), possible) for n, r in ratios.items()}
+    gaps = {n: _difference(policy[n] - reference[n], len(pick), possible) for n in names}
     kept = aligned.clone()
     kept[aligned] = possible.cpu()
-    spread = {n: _spread(g, aligned) for n, g in gaps.items()}
-    shares = {n: torch.where(kept, g.detach(), torch.nan) for n, g in spread.items()}
-    return _pair_loss(sum(spread.values()), beta, kept, shares)
+    return {n: _spread(g, aligned) for n, g in gaps.items()}, kept.to(possible.device)
 
 
 def _difference(ratio: Tensor, rows: int, possible: Tensor) -> Tensor:
@@ -253,10 +280,12 @@ def _spread(values: Tensor, where: Tensor) -> Tensor:
     return full.index_put((where.nonzero()[:, 0].to(values.device),), values)
 
 
-def _check_pair(system: "CompoundSystem", chosen: Mapping[str, Batch], rejected: Mapping[str, Batch]) -> int:
-    rows = system.check_trace(chosen)
-    if rows != system.check_trace(rejected):
-        raise errors.BatchMismatchError(f"{rows} chosen traces but {system.check_trace(rejected)} rejected ones")
+def _check_pair(
+    system: "CompoundSystem", chosen: Mapping[str, Batch], rejected: Mapping[str, Batch], names: list[str]
+) -> int:
+    rows, others = system.check_trace(chosen, names), system.check_trace(rejected, names)
+    if rows != others:
+        raise errors.BatchMismatchError(f"{rows} chosen traces but {others} rejected ones")
     if rows == 0:
         raise errors.BatchMismatchError("the batch holds no pairs")
     for name in system.inputs:
@@ -269,10 +298,12 @@ def _check_pair(system: "CompoundSystem", chosen: Mapping[str, Batch], rejected:
     return rows
 
 
-def _same_shape(system: "CompoundSystem", chosen: Mapping, rejected: Mapping, rows: int) -> Bool[Tensor, " B"]:
+def _same_shape(
+    system: "CompoundSystem", chosen: Mapping, rejected: Mapping, rows: int, names: list[str]
+) -> Bool[Tensor, " B"]:
     """Pairs whose bound components have equally many parts (images) on both sides: only those can share noise."""
     same = torch.ones(rows, dtype=torch.bool)
-    for name in system.order:
+    for name in names:
         if system[name].kind == "bound":
             for row in range(rows):
                 left, right = chosen[name][row], rejected[name][row]
@@ -280,11 +311,17 @@ def _same_shape(system: "CompoundSystem", chosen: Mapping, rejected: Mapping, ro
     return same
 
 
-def _pair_noise(system: "CompoundSystem", both: Mapping[str, Batch], rows: int, generator) -> dict[str, Any]:
+def _pair_noise(
+    system: "CompoundSystem", both: Mapping[str, Batch], rows: int, generator, names: list[str]
+) -> dict[str, Any]:
     """One noise draw a pair, used for winner and loser alike."""
-    winners = {name: take_rows(value, range(rows)) for name, value in both.items()}
-    noise = system.draw_noise(winners, generator=generator)
-    return {name: system[name].repeat_noise(drawn) for name, drawn in noise.items()}
+    bound = [name for name in names if system[name].kind == "bound"]
+    if bound and generator is None:
+        from sysdpo_lab.system import fresh_generator
+
+        generator = fresh_generator()
+    drawn = {n: system[n].draw_noise(take_rows(both[n], range(rows)), generator=generator) for n in bound}
+    return {name: system[name].repeat_noise(noise) for name, noise in drawn.items()}
 
 
 # --- SysDPO-Sampling ----------------------------------------------------------------------------------------------------
@@ -328,14 +365,23 @@ def sampling_loss(
         beta: > 0; larger keeps the optimum closer to the reference.
         repeats: "drop" (default) counts a joint assignment once; "count" counts every repeat (inconsistent as k grows).
         log_weights: (B, k) added to log p(a, z | x); all four uses get the same.
-        generator: unused unless a hidden component is a bound.
+        generator: accepted for symmetry with `direct_loss`; nothing is random once the set is given.
 
     Raises:
-        NoMarginError: no pair has a margin.  UnknownOptionError, BatchMismatchError, MissingParentError, NonFiniteError.
+        NoMarginError: no pair has a margin.  UnsupportedSamplerError: a component scores by a bound.
+        UnknownOptionError, BatchMismatchError, MissingParentError, NonFiniteError.
+
+    >>> from sysdpo_lab import CompoundSystem
+    >>> from sysdpo_lab.components import Categorical
+    >>> system = CompoundSystem([Categorical("y", {"x": 1}, 2), Categorical("z", {"y": 2}, 2)])
+    >>> x = torch.zeros(1, dtype=torch.long)
+    >>> out = sampling_loss(system, {"x": x}, x, x + 1, {"y": torch.tensor([[0, 1]])}, beta=0.1)
+    >>> round(out.loss.item(), 4), round(out.effective.item(), 4)
+    (0.6931, 2.0)
     """
     beta = _check_beta(beta)
     errors.check_option("repeats", repeats, ("drop", "count"))
-    _check_output_is_random(system)
+    _check_can_be_summed(system)
     rows, size = _check_sets(system, inputs, chosen, rejected, intermediates)
     trace = _assignments(system, inputs, intermediates, rows, size)
     hidden = [name for name in system.hidden if system[name].kind != "deterministic" or name in intermediates]
@@ -343,10 +389,9 @@ def sampling_loss(
     weights = repeat_log_weights(first_of_each(columns, rows, size), repeats)
     if log_weights is not None:
         weights = weights + _checked_weights(log_weights, rows, size)
-    noise = system.draw_noise(trace, generator=generator) if any(system[n].kind == "bound" for n in system.relevant) else {}
-    shared, shared_ref = _terms(system, trace, hidden, noise) if hidden else ({}, {})
+    shared, shared_ref = _terms(system, trace, hidden, {}) if hidden else ({}, {})
     sides = {}
-    finals = _terms(system, _with_both_finals(system, trace, chosen, rejected, size), [system.output], _doubled(noise))
+    finals = _terms(system, _with_both_finals(system, trace, chosen, rejected, size), [system.output], {})
     for side, start in (("w", 0), ("l", rows * size)):
         here = slice(start, start + rows * size)
         sides[side] = tuple(
@@ -375,7 +420,13 @@ def _sampling_pair_loss(sides: dict, weights: Tensor, beta: float) -> PairLoss:
     return _pair_loss(ratio["w"] - ratio["l"], beta, kept, gaps, number)
 
 
-def _check_output_is_random(system: "CompoundSystem") -> None:
+def _check_can_be_summed(system: "CompoundSystem") -> None:
+    for name in system.relevant:
+        if system[name].kind == "bound":
+            raise errors.UnsupportedSamplerError(
+                f"component {name!r} scores by a bound, which cannot be summed over intermediates; "
+                "train this system with SysDPO-Direct (direct_loss)"
+            )
     if system[system.output].kind == "deterministic":
         raise errors.UnknownOptionError(
             f"the output {system.output!r} is deterministic: a single answer cannot be preferred within a set of "
@@ -429,7 +480,3 @@ def _with_both_finals(system, trace, chosen, rejected, size: int) -> dict[str, B
     both = {name: concatenate(value, value) for name, value in trace.items()}
     both[system.output] = concatenate(repeat_rows(chosen, size), repeat_rows(rejected, size))
     return both
-
-
-def _doubled(noise: Mapping[str, Any]) -> Mapping[str, Any]:
-    return noise

@@ -83,7 +83,7 @@ class CompoundSystem(nn.Module):
         self.cardinalities = self._check_cardinalities()
         self._frozen: dict[str, list[nn.Parameter]] = {}
 
-    # -- validation ---------------------------------------------------------------------------------------------------
+    # -- validation ----------------------------------------------------------------------------------------------
     def _check_names(self, components: Sequence[Component]) -> None:
         if not components:
             raise errors.GraphError("a system needs at least one component, found none")
@@ -118,17 +118,20 @@ class CompoundSystem(nn.Module):
             )
 
     def _tie(self) -> None:
-        """Resolve ties by name: the component that is named owns the table."""
+        """Resolve ties by name: the component at the end of a chain of ties owns the table."""
         for component in self.components:
-            owner = getattr(component, "tie", None)
-            if isinstance(owner, str) and owner in self._by_name and self._by_name[owner] is not component:
-                other = self._by_name[owner]
-                if getattr(component, "logits", None) is not getattr(other, "logits", None):
-                    component._adopt(other)
-            elif isinstance(owner, str) and owner not in self._by_name:
-                raise errors.UnknownComponentError(
-                    f"component {component.name!r} is tied to {owner!r}, which is not one of {tuple(self._by_name)}"
-                )
+            owner, seen = component, [component.name]
+            while isinstance(getattr(owner, "tie", None), str) and owner.tie != owner.name:
+                if owner.tie not in self._by_name:
+                    raise errors.UnknownComponentError(
+                        f"component {owner.name!r} is tied to {owner.tie!r}, which is not one of {tuple(self._by_name)}"
+                    )
+                owner = self._by_name[owner.tie]
+                if owner.name in seen:
+                    raise errors.CycleError(f"the ties {' -> '.join([*seen, owner.name])} form a circle; one must own the table")
+                seen.append(owner.name)
+            if owner is not component and component.logits is not owner.logits:
+                component._adopt(owner)
 
     def _check_cardinalities(self) -> dict[str, int]:
         """Cardinality of every variable that a table fixes; named error when two tables disagree."""
@@ -144,7 +147,7 @@ class CompoundSystem(nn.Module):
                 said_by.setdefault(parent, component.name)
         return found
 
-    # -- the graph ----------------------------------------------------------------------------------------------------
+    # -- the graph -----------------------------------------------------------------------------------------------
     def __getitem__(self, name: str) -> Component:
         if name not in self._by_name:
             raise errors.UnknownComponentError(f"no component is called {name!r}; the components are {tuple(self.order)}")
@@ -182,7 +185,7 @@ class CompoundSystem(nn.Module):
 
         return figures.draw_graph(self, ax=ax)
 
-    # -- values -------------------------------------------------------------------------------------------------------
+    # -- values --------------------------------------------------------------------------------------------------
     def _inputs(self, inputs: Mapping[str, Batch]) -> tuple[Trace, int]:
         unknown = [name for name in inputs if name not in self.inputs and name not in self._by_name]
         if unknown:
@@ -239,7 +242,7 @@ class CompoundSystem(nn.Module):
         """The greedy decode of every component, parents first (tables: the mode given the parents)."""
         return self._run(inputs, lambda component, parents: component.greedy(parents))
 
-    # -- scores -------------------------------------------------------------------------------------------------------
+    # -- scores --------------------------------------------------------------------------------------------------
     def check_trace(self, trace: Mapping[str, Batch], names: Sequence[str] | None = None) -> int:
         """Number of rows of a trace; named errors for missing variables and unequal lengths."""
         wanted = [*self.inputs, *(self.order if names is None else names)]
@@ -305,7 +308,7 @@ class CompoundSystem(nn.Module):
                 stack.enter_context(component.reference())
             yield self
 
-    # -- what is trained ------------------------------------------------------------------------------------------------
+    # -- what is trained -------------------------------------------------------------------------------------------
     def freeze(self, name: str) -> list[str]:
         """Stop training a component; returns the names of all that are frozen by it (shared parameters)."""
         own = {id(parameter) for parameter in self[name].trainable()}
@@ -346,7 +349,7 @@ class CompoundSystem(nn.Module):
                     found.setdefault(id(parameter), parameter)
         return list(found.values())
 
-    # -- files ----------------------------------------------------------------------------------------------------------
+    # -- files -----------------------------------------------------------------------------------------------------
     def save(self, folder: str | Path) -> Path:
         """Write graph, tables, adapters, card and versions into one folder (see `sysdpo_lab.saving`)."""
         from sysdpo_lab import saving

@@ -178,3 +178,33 @@ class Categorical(Component):
             yield
         finally:
             self._in_reference = before
+
+    # -- files ------------------------------------------------------------------------------------------------------
+    def config(self) -> dict:
+        """What `from_config` needs beside the table."""
+        return {
+            "name": self.name,
+            "parents": dict(self.parent_cardinalities),
+            "cardinality": self.cardinality,
+            "tie": self.tie,
+        }
+
+    def save(self, folder) -> None:
+        """Logits and reference as table.safetensors (a tied table is written by each that shares it)."""
+        from sysdpo_lab import saving
+
+        saving.save_tensors(folder / "table.safetensors", {"logits": self.logits, "reference": self.reference_logits})
+
+    @classmethod
+    def from_config(cls, config: dict, folder, shared: dict) -> "Categorical":
+        """Rebuild the component; logits are restored to the bit."""
+        from sysdpo_lab import saving
+
+        tensors = saving.load_tensors(folder / "table.safetensors")
+        component = cls(config["name"], config["parents"], config["cardinality"], tie=config["tie"])
+        for name, target in (("logits", component.logits), ("reference", component.reference_logits)):
+            if name not in tensors or tensors[name].shape != target.shape:
+                raise errors.SaveFormatError(f"{folder / 'table.safetensors'}: {name!r} is missing or of another shape")
+            with torch.no_grad():
+                target.copy_(tensors[name])
+        return component

@@ -88,3 +88,25 @@ class Tool(Component):
         else:
             values = [[row[int(i)] for i in index] for row, index in zip(values, order)]
         return order, values, log_probs.gather(1, order), gumbels.gather(1, order)
+
+    # -- files ------------------------------------------------------------------------------------------------------
+    def config(self) -> dict:
+        """The function by its importable name."""
+        from sysdpo_lab import saving
+
+        return {
+            "name": self.name,
+            "parents": list(self.parents),
+            "function": saving.function_path(self.function),
+            "cardinality": self.cardinality,
+        }
+
+    def save(self, folder) -> None:
+        """Nothing beside the graph."""
+
+    @classmethod
+    def from_config(cls, config: dict, folder, shared: dict) -> "Tool":
+        """Rebuild the component by importing its function."""
+        from sysdpo_lab import saving
+
+        return cls(config["name"], config["parents"], saving.function_at(config["function"]), config["cardinality"])

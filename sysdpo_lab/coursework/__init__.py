@@ -1,0 +1,1 @@
+"""From the lessons' text sources to executed notebooks."""

