@@ -100,9 +100,10 @@ def _from_pretrained(source: str | Path, place: str, revision: str | None, optio
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise errors.MissingModelError(f"no model was found under {str(source)!r} ({first}); {_choices()}") from error
     except ValueError as error:
-        if "trust_remote_code" in str(error):
-            raise errors.MissingModelError(f"{str(source)!r} needs code from the hub, which is never run; {_choices()}") from error
-        raise
+        if "trust_remote_code" not in str(error):
+            raise
+        found = f"{str(source)!r} needs code from the hub, which is never run"
+        raise errors.MissingModelError(f"{found}; {_choices()}") from error
 
 
 def _choices() -> str:

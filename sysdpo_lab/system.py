@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from sysdpo_lab import errors
-from sysdpo_lab.components.base import Batch, Component, batch_length, repeat_rows
+from sysdpo_lab.components.base import Batch, Component, batch_length, fresh_generator, repeat_rows
 
 Trace = dict[str, Batch]
 
@@ -74,9 +74,10 @@ class CompoundSystem(nn.Module):
         super().__init__()
         self.inputs = (inputs,) if isinstance(inputs, str) else tuple(inputs)
         self.output = output
-        self.components = nn.ModuleList(components)
+        components = list(components)
         self._by_name: dict[str, Component] = {}
         self._check_names(components)
+        self.components = nn.ModuleList(components)
         self.order = topological_order({c.name: c.parents for c in components}, self.inputs)
         self._check_output()
         self._tie()
@@ -89,6 +90,8 @@ class CompoundSystem(nn.Module):
             raise errors.GraphError("a system needs at least one component, found none")
         if not self.inputs:
             raise errors.GraphError("a system needs at least one input, found none")
+        if len(set(self.inputs)) != len(self.inputs):
+            raise errors.DuplicateComponentError(f"an input is listed twice: {self.inputs}")
         for component in components:
             if not isinstance(component, Component):
                 raise errors.GraphError(f"every node must be a Component, found {type(component).__name__}")
@@ -205,6 +208,11 @@ class CompoundSystem(nn.Module):
         if missing:
             raise errors.MissingParentError(f"component {name!r} needs a value of {missing[0]!r}; got {sorted(trace)}")
         return {parent: trace[parent] for parent in self.parents(name)}
+
+    def computed(self, name: str, trace: Mapping[str, Batch], rows: int) -> Batch:
+        """The greedy value of a component for `rows` rows; one without parents has the same value in each."""
+        value = self[name].greedy(self.parent_values(name, trace))
+        return value if self.parents(name) or batch_length(value) == rows else repeat_rows(value, rows)
 
     def _run(self, inputs: Mapping[str, Batch], choose) -> Trace:
         trace, rows = self._inputs(inputs)
@@ -365,13 +373,6 @@ class CompoundSystem(nn.Module):
 
     def extra_repr(self) -> str:
         return f"inputs={self.inputs}, output={self.output!r}, order={self.order}"
-
-
-def fresh_generator() -> torch.Generator:
-    """A generator seeded from the operating system's entropy; the global generator stays untouched."""
-    import secrets
-
-    return torch.Generator().manual_seed(secrets.randbits(63))
 
 
 def _same_dtype(terms: list[Tensor]) -> list[Tensor]:

@@ -34,6 +34,20 @@ def tracked_files() -> list[Path]:
 
 
 FILES = tracked_files()
+LAYERS = (  # a module imports from its own line and from those above
+    "errors",
+    "atomic paths",
+    "components loading scoring caches decoding",
+    "system saving",
+    "losses samplers",
+    "exact alignment",
+    "training checkpoints preferences",
+    "evaluation figures widgets report profiles",
+    "worlds",
+    "experiments",
+    "planning doctor demo cli __main__ coursework",
+)
+RANK = {top: rank for rank, line in enumerate(LAYERS) for top in line.split()}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -101,6 +115,24 @@ def test_no_module_postpones_its_annotations(name):
 def module_path(name: str) -> Path:
     path = ROOT.joinpath(*name.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def imported_tops(name: str) -> set[str]:
+    """Which parts of the package a module imports when it is itself imported (not inside functions)."""
+    found = set()
+    for node in ast.parse(module_path(name).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {full.split(".")[1] for full in found if full.startswith("sysdpo_lab.")}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_upward_only(name):
+    own = name.split(".")[1]
+    assert own in RANK, f"{own} is new: give it a place in LAYERS"
+    assert [top for top in imported_tops(name) if RANK[top] > RANK[own]] == []
 
 
 def longest_functions(path: Path) -> list[tuple[int, str]]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
 AdapterSource = Union["LoraConfig", int, str, Path]
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS, CONFIG, PREFIX = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 REFERENCE = "__reference"
 _SHARED = "_sysdpo_peft_model"
 HALF = (torch.float16, torch.bfloat16)
@@ -179,6 +179,21 @@ def attach(model: nn.Module, adapter: AdapterSource, component: str, generator: 
     return Attached(peft_model, name, folder is None and is_neutral(peft_model, name))
 
 
+def adopt(model: nn.Module, component: str) -> Attached:
+    """The active adapter of a peft model that was made elsewhere, as a component's own."""
+    from peft import PeftModel
+
+    active = model.active_adapters if isinstance(model, PeftModel) else ()
+    if len(active) != 1:
+        raise errors.AdapterError(
+            f"component {component!r}: other components have adapters on this model, so it cannot be trained as a whole; give "
+            "this component an adapter too (adapter=8), or load the model a second time"
+        )
+    _check_config(model.peft_config[active[0]], model.get_base_model(), component)
+    model.get_base_model().__dict__[_SHARED] = model
+    return Attached(model, active[0], is_neutral(model, active[0]))
+
+
 def _add(model: nn.Module, peft_model, name: str, config):
     from peft import get_peft_model
 
@@ -219,7 +234,8 @@ def _adapter_folder(adapter: str | Path, component: str) -> Path:
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
             raise errors.AdapterError(
-                f"component {component!r}: {folder / file} does not exist; a saved adapter is a folder with {CONFIG} and {WEIGHTS}"
+                f"component {component!r}: {folder / file} does not exist; a saved adapter is a folder with {CONFIG} "
+                f"and {WEIGHTS}"
             )
     return folder
 
@@ -336,10 +352,11 @@ def load_weights(peft_model, name: str, folder: Path, component: str) -> None:
         )
 
 
-def save_weights(peft_model, name: str, folder: Path, base_source: str | None) -> None:
+def save_weights(network: nn.Module, name: str, folder: Path, base_source: str) -> None:
     """Write one adapter in peft's format; `PeftModel.from_pretrained(base, folder)` reads it.
 
     Args:
+        network: the transformers model that holds the adapter's layers.
         base_source: what the adapter's config says about its base.
     """
     from peft import get_peft_model_state_dict
@@ -348,9 +365,10 @@ def save_weights(peft_model, name: str, folder: Path, base_source: str | None) -
     folder.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
-        state = get_peft_model_state_dict(peft_model, adapter_name=name, save_embedding_layers=False)
-    tensors = {key: tensor.detach().contiguous().cpu().clone() for key, tensor in state.items()}
+        state = get_peft_model_state_dict(network, adapter_name=name, save_embedding_layers=False)
+    tensors = {f"{PREFIX}{key.removeprefix(PREFIX)}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+               for key, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    config = copy.deepcopy(peft_model.peft_config[name])
+    config = copy.deepcopy(network.peft_config[name])
     config.inference_mode, config.base_model_name_or_path = True, base_source
     config.save_pretrained(str(folder))

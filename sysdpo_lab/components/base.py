@@ -1,10 +1,11 @@
 """What every node of a compound system can do: draw a value, score a value, step back to its frozen start."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from sysdpo_lab import errors
@@ -83,10 +84,55 @@ def same_value(left: Any, right: Any) -> bool:
     >>> same_value(2, torch.tensor(2)), same_value("a", "b")
     (True, False)
     """
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        left, right = torch.as_tensor(left), torch.as_tensor(right)
+    if hasattr(left, "shape") or hasattr(right, "shape"):  # tensors and arrays, also beside a plain number
+        try:
+            left, right = torch.as_tensor(left), torch.as_tensor(right)
+        except (TypeError, ValueError, RuntimeError):
+            return False
         return left.shape == right.shape and bool((left == right).all())
     return bool(left == right)
+
+
+def joint_codes(columns: Sequence[Batch], rows: int, size: int) -> Int[Tensor, "B K"]:
+    """Whole numbers that are equal within a row exactly where the joint values of all columns are.
+
+    Args:
+        columns: each (B, k), or B lists of k.
+
+    >>> joint_codes([torch.tensor([[4, 4, 7]]), [["a", "b", "a"]]], 1, 3)
+    tensor([[0, 1, 2]])
+    """
+    codes = torch.zeros(rows, size, dtype=torch.long)
+    for column in columns:
+        own = _tensor_codes(column, rows, size) if isinstance(column, Tensor) else _list_codes(column, rows, size)
+        codes = torch.unique(codes * (int(own.max()) + 1 if own.numel() else 1) + own, return_inverse=True)[1]
+    return codes
+
+
+def _tensor_codes(column: Tensor, rows: int, size: int) -> Int[Tensor, "B K"]:
+    flat = column.detach().reshape(rows * size, -1).cpu()
+    if flat.shape[1] == 1:
+        return torch.unique(flat[:, 0], return_inverse=True)[1].reshape(rows, size)
+    return torch.unique(flat, dim=0, return_inverse=True)[1].reshape(rows, size)
+
+
+def _list_codes(column: Sequence[Sequence[Any]], rows: int, size: int) -> Int[Tensor, "B K"]:
+    codes = torch.zeros(rows, size, dtype=torch.long)
+    for row, values in enumerate(column):
+        quick = {} if all(isinstance(v, Hashable) and not hasattr(v, "shape") for v in values) else None
+        for k, value in enumerate(values):
+            if quick is not None:
+                codes[row, k] = quick.setdefault(value, k)
+            else:
+                codes[row, k] = next(j for j in range(k + 1) if j == k or same_value(values[j], value))
+    return codes
+
+
+def fresh_generator() -> torch.Generator:
+    """A generator seeded from the operating system's entropy; the global generator stays untouched."""
+    import secrets
+
+    return torch.Generator().manual_seed(secrets.randbits(63))
 
 
 class Component(nn.Module):

@@ -1,5 +1,6 @@
 """A component with finitely many values: one probability table."""
 
+import numbers
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -8,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sysdpo_lab import errors
-from sysdpo_lab.components.base import Batch, Component
+from sysdpo_lab.components.base import Batch, Component, fresh_generator
 
 
 def checked_table(name: str, table, shape: tuple[int, ...]) -> Float[Tensor, "..."]:
@@ -19,7 +20,10 @@ def checked_table(name: str, table, shape: tuple[int, ...]) -> Float[Tensor, "..
     """
     if isinstance(table, Tensor):
         table = table.detach()
-    table = torch.as_tensor(table, dtype=torch.float64).clone()
+    try:
+        table = torch.as_tensor(table, dtype=torch.float64).clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise errors.TableError(f"component {name!r}: the table is no array of numbers of shape {shape}: {error}") from None
     if tuple(table.shape) != shape:
         raise errors.CardinalityError(
             f"component {name!r}: the table has shape {tuple(table.shape)}, its parents and cardinality ask for {shape}"
@@ -69,14 +73,19 @@ class Categorical(Component):
         reference=None,
         tie: "Categorical | str | None" = None,
     ):
+        if parents is not None and not isinstance(parents, Mapping):
+            raise errors.CardinalityError(
+                f"component {name!r}: parents must map each name to its number of values, such as {{'x': 3}}; found {parents!r}"
+            )
         parents = dict(parents or {})
         super().__init__(name, tuple(parents))
         for variable, number in {**parents, name: cardinality}.items():
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
                 raise errors.CardinalityError(
                     f"component {name!r}: the cardinality of {variable!r} must be a positive whole number, found {number!r}"
                 )
-        self.parent_cardinalities, self.cardinality, self.tie = parents, cardinality, None
+        self.parent_cardinalities = {parent: int(number) for parent, number in parents.items()}
+        self.cardinality, self.tie = int(cardinality), None
         if isinstance(tie, Categorical):
             self._adopt(tie)
             return
@@ -97,7 +106,8 @@ class Categorical(Component):
                 f"component {self.name!r} is tied to {other.name!r}, whose table has shape {tuple(other.logits.shape)}; "
                 f"its own shape is {shape}"
             )
-        self.logits, self.reference_logits, self.tie = other.logits, other.reference_logits, other.name
+        self.logits, self.tie = other.logits, other.name
+        self.register_buffer("reference_logits", other.reference_logits)
 
     # -- tables -----------------------------------------------------------------------------------------------------
     def log_table(self, reference: bool | None = None) -> Float[Tensor, "..."]:
@@ -111,16 +121,25 @@ class Categorical(Component):
         return torch.softmax(self.reference_logits if reference else self.logits, dim=-1)
 
     def _index(self, variable: str, value: Batch, cardinality: int) -> Int[Tensor, " B"]:
-        value = torch.as_tensor(value)
+        try:
+            value = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise errors.ValueRangeError(
+                f"component {self.name!r}: values of {variable!r} must be integers 0..{cardinality - 1}, found {value!r}"
+            ) from None
+        if value.dim() != 1:
+            raise errors.BatchMismatchError(
+                f"component {self.name!r}: values of {variable!r} have shape {tuple(value.shape)}, expected (B,)"
+            )
         if value.dtype.is_floating_point or value.dtype == torch.bool:
             raise errors.ValueRangeError(
                 f"component {self.name!r}: values of {variable!r} must be integers 0..{cardinality - 1}, found {value.dtype}"
             )
         outside = (value < 0) | (value >= cardinality)
         if bool(outside.any()):
-            row = int(outside.reshape(-1).nonzero()[0])
+            row = int(outside.nonzero()[0])
             raise errors.ValueRangeError(
-                f"component {self.name!r}, row {row}: {variable} = {int(value.reshape(-1)[row])} lies outside 0..{cardinality - 1}"
+                f"component {self.name!r}, row {row}: {variable} = {int(value[row])} lies outside 0..{cardinality - 1}"
             )
         return value.long().to(self.logits.device)
 
@@ -146,6 +165,7 @@ class Categorical(Component):
 
     @torch.no_grad()
     def sample(self, parent_values, num_samples: int = 1, generator=None) -> Int[Tensor, "..."]:
+        generator = fresh_generator() if generator is None else generator
         rows = self._rows(parent_values).exp()
         drawn = torch.multinomial(rows, num_samples, replacement=True, generator=generator)
         return drawn[:, 0] if num_samples == 1 else drawn
@@ -165,6 +185,7 @@ class Categorical(Component):
     def perturbed_top_k(self, parent_values, log_probs, gumbels, k, generator):
         from sysdpo_lab.samplers.gumbel import expand_perturbed  # here, since samplers import components
 
+        generator = fresh_generator() if generator is None else generator
         batch, beams = log_probs.shape
         rows = self._rows(parent_values)
         children = log_probs[..., None] + rows.expand(batch * beams, -1).reshape(batch, beams, -1)

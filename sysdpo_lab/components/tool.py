@@ -48,7 +48,14 @@ class Tool(Component):
     def _values(self, parent_values: Mapping[str, Batch]) -> list:
         rows = self.check_parents(parent_values)
         columns = [parent_values[parent] for parent in self.parents]
-        return [plain(self.function(*(plain(column[row]) for column in columns))) for row in range(rows)]
+        return [self._value(row, [plain(column[row]) for column in columns]) for row in range(rows)]
+
+    def _value(self, row: int, arguments: list) -> Any:
+        try:
+            return plain(self.function(*arguments))
+        except Exception as error:
+            error.add_note(f"raised by the function of component {self.name!r}, row {row}, called with {arguments!r}")
+            raise
 
     def greedy(self, parent_values: Mapping[str, Batch]) -> Batch:
         values = self._values(parent_values)
@@ -82,7 +89,10 @@ class Tool(Component):
 
         beams = log_probs.shape[1]
         order = gumbels.argsort(dim=1, descending=True, stable=True)[:, :k]
-        values = group_rows(self.greedy(parent_values), beams)
+        values = self.greedy(parent_values)
+        if not self.parents:
+            values = repeat_rows(values, log_probs.numel())
+        values = group_rows(values, beams)
         if isinstance(values, Tensor):
             values = values.gather(1, order)
         else:
@@ -94,10 +104,14 @@ class Tool(Component):
         """The function by its importable name."""
         from sysdpo_lab import saving
 
+        try:
+            function = saving.function_path(self.function)
+        except errors.SaveFormatError as error:
+            raise errors.SaveFormatError(f"component {self.name!r}: {error}") from None
         return {
             "name": self.name,
             "parents": list(self.parents),
-            "function": saving.function_path(self.function),
+            "function": function,
             "cardinality": self.cardinality,
         }
 

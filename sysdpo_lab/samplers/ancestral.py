@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from sysdpo_lab import errors
-from sysdpo_lab.components.base import Batch, flatten_rows, group_rows, repeat_rows
+from sysdpo_lab.components.base import Batch, flatten_rows, fresh_generator, group_rows, repeat_rows
 from sysdpo_lab.losses import first_of_each
 from sysdpo_lab.samplers.candidates import Candidates, candidates, check_size, hidden_log_prob, multiplicity
 
@@ -23,7 +23,7 @@ def draw_jointly(system, inputs: Mapping[str, Batch], k: int, choose_first, choo
     for name in system.hidden:
         component = system[name]
         if component.kind == "deterministic":
-            wide[name] = component.greedy(system.parent_values(name, wide))
+            wide[name] = system.computed(name, wide, rows * k)
         elif component.parents and all(parent in system.inputs for parent in component.parents):
             wide[name] = flatten_rows(choose_first(component, system.parent_values(name, inputs)))
         elif component.parents:
@@ -51,8 +51,6 @@ def monte_carlo(
     """
     check_size(k)
     errors.check_option("weights", weights, ("none", "importance"))
-    from sysdpo_lab.system import fresh_generator
-
     generator = fresh_generator() if generator is None else generator
     if not system.hidden:
         return candidates(system, inputs, {}, 1)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from sysdpo_lab.components.base import Batch, repeat_rows
+from sysdpo_lab.components.base import repeat_rows
+from sysdpo_lab.losses import first_of_each
 from sysdpo_lab.samplers.ancestral import draw_jointly
 from sysdpo_lab.samplers.candidates import Candidates, candidates, check_size, hidden_log_prob
 
@@ -33,7 +34,8 @@ def diverse_beam(
         options: passed to the language models' search (max_new_tokens, min_new_tokens).
 
     Returns:
-        Candidates; where a table has fewer than k possible values the surplus entries have weight -inf.
+        Candidates; entries that repeat an earlier one or are impossible (a table with fewer than k possible values) have
+        weight -inf.
     """
     check_size(k)
     if not system.hidden:
@@ -41,13 +43,10 @@ def diverse_beam(
     options = {"diversity_penalty": diversity_penalty, **options}
 
     def root(component, rows):
-        return _for_each_row(component.diverse({}, k, **options), rows)
+        return repeat_rows(component.diverse({}, k, **options), rows)
 
     values = draw_jointly(system, inputs, k, lambda c, p: c.diverse(p, k, **options), lambda c, p: c.greedy(p), root)
     log_probs = hidden_log_prob(system, inputs, values, k)
-    log_weights = torch.zeros_like(log_probs).masked_fill(~torch.isfinite(log_probs), -torch.inf)
+    part = torch.isfinite(log_probs) & first_of_each(list(values.values()), *log_probs.shape)
+    log_weights = torch.zeros_like(log_probs).masked_fill(~part, -torch.inf)
     return candidates(system, inputs, values, k, log_probs, log_weights)
-
-
-def _for_each_row(values: Batch, rows: int) -> Batch:
-    return repeat_rows(values, rows)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sysdpo_lab import errors
-from sysdpo_lab.components.base import Batch, flatten_rows, group_rows, repeat_rows
+from sysdpo_lab.components.base import Batch, flatten_rows, joint_codes, repeat_rows
 from sysdpo_lab.losses import first_of_each
 
 
@@ -67,17 +67,7 @@ def multiplicity(values: Mapping[str, Batch], rows: int, k: int) -> Int[Tensor, 
     >>> multiplicity({"y": torch.tensor([[1, 2, 1]])}, 1, 3)
     tensor([[2, 1, 2]])
     """
-    from sysdpo_lab.components.base import same_value
-
-    columns = list(values.values())
-    same = torch.zeros(rows, k, k, dtype=torch.long)
-    for row in range(rows):
-        for i in range(k):
-            for j in range(k):
-                same[row, i, j] = all(same_value(c[row][i], c[row][j]) for c in columns)
-    return same.sum(-1)
-
-
-def regroup(flat: Batch, k: int) -> Batch:
-    """B * k rows as (B, k)."""
-    return group_rows(flat, k)
+    codes = joint_codes(list(values.values()), rows, k)
+    codes = codes + torch.arange(rows)[:, None] * (codes.max() + 1)  # one row's values are no repeats of another's
+    _, inverse, counts = torch.unique(codes, return_inverse=True, return_counts=True)
+    return counts[inverse]

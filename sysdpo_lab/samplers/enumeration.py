@@ -51,6 +51,6 @@ def enumerate_all(
     trace |= {name: grid[:, i].repeat(rows) for i, name in enumerate(free)}
     for name in system.hidden:
         if name not in trace:
-            trace[name] = system[name].greedy(system.parent_values(name, trace))
+            trace[name] = system.computed(name, trace, rows * number)
     values = {name: group_rows(trace[name], number) for name in system.hidden}
     return candidates(system, inputs, values, number)

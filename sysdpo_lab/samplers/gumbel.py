@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sysdpo_lab import errors
-from sysdpo_lab.components.base import Batch, flatten_rows, group_rows
+from sysdpo_lab.components.base import Batch, flatten_rows, fresh_generator, group_rows
 from sysdpo_lab.samplers.candidates import Candidates, candidates, check_size
 from sysdpo_lab.samplers.stochastic_beam import gumbel_with_maximum
 
@@ -72,8 +72,6 @@ def gumbel_top_k(
     errors.check_option("weights", weights, ("none", "horvitz_thompson"))
     if not system.hidden:
         return candidates(system, inputs, {}, 1)
-    from sysdpo_lab.system import fresh_generator
-
     generator = fresh_generator() if generator is None else generator
     width = k + (weights == "horvitz_thompson")
     values, log_probs, gumbels = _search(system, inputs, width, generator)
@@ -107,7 +105,5 @@ def _search(system, inputs, width: int, generator) -> tuple[dict[str, Batch], Te
 def _pick(values: Batch, index: Tensor) -> Batch:
     """Entry index[b, j] of row b."""
     if isinstance(values, Tensor):
-        return torch.stack([row[i] for row, i in zip(values, index)])
+        return values[torch.arange(len(index), device=values.device)[:, None], index.to(values.device)]
     return [[row[int(i)] for i in chosen] for row, chosen in zip(values, index)]
-
-

@@ -169,11 +169,12 @@ class _Beam:
     @classmethod
     def start(cls, log_probs: Tensor, gumbels: Tensor, longest: int, pad: int, device: torch.device) -> "_Beam":
         """The m prompts; one that is impossible in either number is impossible in both."""
+        log_probs, gumbels = log_probs.detach().to(device), gumbels.detach().to(device)
         impossible = (log_probs == -torch.inf) | (gumbels == -torch.inf)
-        phi, perturbed = (float64(part.to(device)).masked_fill(impossible.to(device), -torch.inf) for part in (log_probs, gumbels))
+        phi, perturbed = (float64(part).masked_fill(impossible, -torch.inf) for part in (log_probs, gumbels))
         origin = torch.arange(phi.shape[1], device=device).expand(phi.shape)
         tokens = torch.full((*phi.shape, longest), pad, device=device)
-        return cls(origin, tokens, torch.zeros_like(origin), phi, perturbed, impossible.to(device))
+        return cls(origin, tokens, torch.zeros_like(origin), phi, perturbed, impossible)
 
     def grown(self, rows: Float[Tensor, "B w V"], k: int, step: int, eos: Tensor, generator):
         """The k best of all children and complete nodes, each one's flat parent row (B, w') and last token (B, w')."""

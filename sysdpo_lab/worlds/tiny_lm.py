@@ -58,8 +58,8 @@ def _unformed(record: Record, text: str, probability: float, generator: torch.Ge
 def faulty_draft(record: Record, generator: torch.Generator) -> str:
     """A first answer: some slots left out, some values wrong, now and then one slot too many.
 
-    >>> faulty_draft(Record("Old Mill", food="Thai", near="museum"), torch.Generator().manual_seed(4))
-    'Old Mill is a Thai restaurant.'
+    >>> faulty_draft(Record("Old Mill", food="Thai", near="museum"), torch.Generator().manual_seed(1))
+    'There is a Thai restaurant named Old Mill.'
     """
     said = {"name": record.name}
     for slot, value in list(record.slots.items())[1:]:

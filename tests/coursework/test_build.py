@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -199,6 +200,12 @@ def test_marks_of_exercises_survive_for_a_student_version(tmp_path):
     source, _ = write_source(tmp_path, f'# %% tags=["a"] nbgrader={mark}\n1\n')
     cell = build.read_source(source).cells[0]
     assert cell.metadata.tags == ["a"] and cell.metadata.nbgrader.grade_id == "loss"
+
+
+def test_jupyterlab_opens_a_notebook_that_is_newer_than_its_source():
+    # jupytext answers 400 for a pair whose .ipynb is newer, which each built notebook is
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["jupytext"]
+    assert "formats" not in settings
 
 
 def test_helper_modules_beside_the_lessons_are_no_lessons(tmp_path):

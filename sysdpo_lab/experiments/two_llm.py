@@ -1,0 +1,295 @@
+"""`run two-llm`: two language models, draft and refine, aligned as one system on the restaurants world.
+
+x -> draft -> refine, x -> refine; two LoRA adapters on one base; SysDPO-Sampling with diverse beam search, k = 2.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sysdpo_lab import errors, evaluation, samplers
+from sysdpo_lab.components.base import take_rows
+from sysdpo_lab.preferences import Pairs
+from sysdpo_lab.system import CompoundSystem
+from sysdpo_lab.worlds import restaurants
+
+if TYPE_CHECKING:
+    from sysdpo_lab.experiments.runner import Context
+
+TITLE = "Two language models, draft and refine, aligned as one system"
+METRICS = ("wr_prompted", "wr_chosen", "task_score", "validity", "words", "draft_score", "margin_accuracy")
+NODES = ("draft", "refine")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+# --- the system ---------------------------------------------------------------------------------------------------------
+
+
+def load_base(context: "Context") -> tuple[Any, Any, torch.dtype]:
+    """Model, tokenizer and dtype of the profile; measured once a run when dtype is "auto"."""
+    from sysdpo_lab import loading
+
+    if "base" not in context.shared:
+        wanted = context.settings["dtype"]
+        errors.check_option("dtype", wanted, ("auto", *DTYPES))
+        if context.profile.name == "tiny":
+            from sysdpo_lab.worlds.tiny_lm import load_tiny_lm
+
+            model, tokenizer = load_tiny_lm()
+            dtype = DTYPES.get(wanted, torch.float32)
+            model = model.to(dtype)
+        else:
+            source = "smollm2-135m-instruct"
+            dtype = loading.measure_dtype(source) if wanted == "auto" else DTYPES[wanted]
+            model, tokenizer = loading.load_causal_lm(source, dtype=dtype)
+        context.shared["base"] = (model, tokenizer, dtype)
+        context.shared.setdefault("notes", {})["dtype"] = str(dtype).removeprefix("torch.")
+    return context.shared["base"]
+
+
+def build_system(context: "Context", seed: int) -> CompoundSystem:
+    """A fresh system: the prompted start, with two untrained adapters on the shared base."""
+    from sysdpo_lab.components import CausalLM
+
+    model, tokenizer, _ = load_base(context)
+    model = fresh_copy(model)
+    tiny = context.profile.name == "tiny"
+    templates = (restaurants.TINY_DRAFT, restaurants.TINY_REFINE) if tiny else (restaurants.CHAT_DRAFT, restaurants.CHAT_REFINE)
+    options = {"max_new_tokens": context.settings["max_new_tokens"], "diversity_penalty": context.settings["diversity_penalty"]}
+    with torch.random.fork_rng(devices=[]):  # peft draws the adapters' start from the global generator
+        torch.manual_seed(seed)
+        draft = CausalLM("draft", ["x"], model, tokenizer, templates[0], adapter=context.settings["rank"], **options)
+        refine = CausalLM("refine", ["x", "draft"], model, tokenizer, templates[1], adapter=context.settings["rank"], **options)
+    return CompoundSystem([draft, refine], inputs=("x",), output="refine")
+
+
+def fresh_copy(model: Any) -> Any:
+    """The base without adapters of an earlier row; its frozen weights are shared, not copied."""
+    import copy
+
+    memo = {id(parameter): parameter for parameter in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, memo)
+
+
+# --- data ---------------------------------------------------------------------------------------------------------------
+
+
+def training_pairs(context: "Context", seed: int) -> Pairs:
+    """Preference pairs of the training split: written (references against faults) or sampled from the start and judged."""
+    options = context.settings
+    errors.check_option("data", options["data"], ("on-policy", "written"))
+    generator = torch.Generator().manual_seed(1000 + seed)
+    if options["data"] == "written":
+        return restaurants.preference_pairs(options["pairs"], generator, "train")
+    system = build_system(context, seed)
+    records = restaurants.records(generator, options["pairs"], "train")
+    inputs = [restaurants.render(record) for record in records]
+    answers = [[] for _ in inputs]
+    for _ in range(options["candidates"]):
+        for trace, rows in in_batches(system.sample, inputs, options["eval_batch"], generator):
+            for row, answer in zip(rows, trace["refine"]):
+                answers[row].append(answer)
+    pairs, ties = restaurants.pairs_from_candidates(inputs, answers, generator, options["min_gap"])
+    context.shared.setdefault("notes", {})[f"pairs of seed {seed}"] = f"{len(pairs)} kept, {ties} records without a clear pair"
+    return pairs
+
+
+def in_batches(run, inputs: Sequence[str], size: int, generator: torch.Generator | None = None):
+    """Traces of `run` (system.sample or system.generate) over batches of inputs, with their row numbers."""
+    for start in range(0, len(inputs), size):
+        rows = list(range(start, min(start + size, len(inputs))))
+        batch = {"x": take_rows(inputs, rows)}
+        yield (run(batch) if generator is None else run(batch, generator=generator)), rows
+
+
+# --- training and measuring ---------------------------------------------------------------------------------------------
+
+
+def objective_of(context: "Context", row: str):
+    """What a row of the table trains with."""
+    from sysdpo_lab import training
+
+    options = context.settings
+    if row == "separate":
+        return training.separate(options["beta"])
+    extra = {"diversity_penalty": options["diversity_penalty"]} if options["sampler"] == "diverse_beam" else {}
+    return training.sampling(options["beta"], getattr(samplers, options["sampler"]), options["k"], **extra)
+
+
+def train_row(context: "Context", row: str, system: CompoundSystem, pairs: Pairs, seed: int, folder: Path):
+    """Train one row; freezes what the row does not train. Returns the history."""
+    from sysdpo_lab import training
+
+    options = context.settings
+    if row.startswith("only:"):
+        errors.check_option("row", row, tuple(f"only:{name}" for name in NODES))
+        for name in NODES:
+            if row != f"only:{name}":
+                system.freeze(name)
+    return training.train(
+        system, pairs, objective_of(context, row), steps=options["steps"], lr=options["lr"],
+        generator=torch.Generator().manual_seed(seed), out=folder, resume=True, batch_size=options["batch"],
+        warmup=options["warmup"], schedule=options["schedule"], checkpoint_every=options["checkpoint_every"],
+        progress=context.progress,
+    )  # fmt: skip
+
+
+def answers_of(context: "Context", row: str, system: CompoundSystem, inputs: Sequence[str], seed: int) -> list[dict]:
+    """Draft and final of every held-out input: greedy for every component, or the best of n samples."""
+    options = context.settings
+    found: list[dict] = [{} for _ in inputs]
+    if row != "best-of-n":
+        for trace, rows in in_batches(system.generate, inputs, options["eval_batch"]):
+            for row_number, draft, final in zip(rows, trace["draft"], trace["refine"]):
+                found[row_number] = {"draft": draft.text, "refine": final.text, "truncated": final.truncated}
+        return found
+    generator = torch.Generator().manual_seed(2000 + seed)
+    for _ in range(options["best_of"]):
+        for trace, rows in in_batches(system.sample, inputs, options["eval_batch"], generator):
+            for number, draft, final in zip(rows, trace["draft"], trace["refine"]):
+                new = {"draft": draft.text, "refine": final.text, "truncated": final.truncated}
+                record = restaurants.parse(inputs[number])
+                if not found[number] or restaurants.compare(record, final.text, found[number]["refine"]) == 1:
+                    found[number] = new
+    return found
+
+
+def score(x: str, answer: dict, chosen: str, start: dict | None) -> dict:
+    """All metrics of one held-out record."""
+    record = restaurants.parse(x)
+    verdict = restaurants.judge(record, answer["refine"])
+    found = {
+        "task_score": verdict.score,
+        "validity": float(verdict.valid and not answer["truncated"]),
+        "words": float(verdict.words),
+        "draft_score": restaurants.judge(record, answer["draft"]).score,
+        "wr_chosen": restaurants.compare(record, answer["refine"], chosen),
+    }
+    if start is not None:
+        found["wr_prompted"] = restaurants.compare(record, answer["refine"], start["refine"])
+    return found
+
+
+def margin_accuracy(context: "Context", system: CompoundSystem, pairs: Pairs, seed: int) -> list[float]:
+    """1, 1/2 or 0 for each held-out pair: is the Sampling margin positive?"""
+    from sysdpo_lab import training
+
+    out = training.margins(
+        system, pairs, objective_of(context, "joint"), torch.Generator().manual_seed(3000 + seed), context.settings["batch"]
+    )
+    return [evaluation.win(margin, 0.0) if margin == margin else 0.5 for margin in out.margin.tolist()]
+
+
+def run_row(context: "Context", row: str, seed: int, pairs, heldout: Pairs, starts: list[dict] | None) -> list[dict]:
+    """Build, train and measure one row of the table; records one a held-out input."""
+    folder = context.out / f"seed-{seed}" / row.replace(":", "-")
+
+    def make() -> list[dict]:
+        context.say(f"seed {seed}, {row}")
+        system = build_system(context, seed)
+        trained = row not in ("prompted", "best-of-n")
+        if trained:
+            train_row(context, row, system, pairs(), seed, folder)
+            system.save(folder / "system")
+        inputs = [pair.inputs["x"] for pair in heldout]
+        answers = answers_of(context, row, system, inputs, seed)
+        records = []
+        for item, (pair, answer) in enumerate(zip(heldout, answers)):
+            start = starts[item] if starts else None
+            numbers = score(pair.inputs["x"], answer, str(pair.chosen), start)
+            records.append({"seed": seed, "system": row, "item": item, "x": pair.inputs["x"], **answer, **numbers})
+        if trained:
+            for record, right in zip(records, margin_accuracy(context, system, heldout, seed)):
+                record["margin_accuracy"] = right
+        return records
+
+    return context.cached_records(folder, make)
+
+
+def run_seed(context: "Context", seed: int) -> list[dict]:
+    """Records of one seed, row after row; the start comes first, since the others are compared with it."""
+    rows = [row for row in context.settings["rows"].split(",") if row]
+    known = ("prompted", "best-of-n", "separate", *(f"only:{name}" for name in NODES), "joint")
+    for row in rows:
+        errors.check_option("row", row, known)
+    if rows[:1] != ["prompted"]:
+        raise errors.UnknownOptionError(f"rows must begin with 'prompted', the start that the others are compared with; found {rows}")
+    heldout = restaurants.stored_pairs("heldout")[: context.settings["heldout"]]
+    made: dict[int, Pairs] = {}
+
+    def pairs() -> Pairs:  # made when the first row needs them: a resumed run may need none
+        if seed not in made:
+            made[seed] = training_pairs(context, seed)
+        return made[seed]
+
+    records, starts = [], None
+    for row in rows:
+        found = run_row(context, row, seed, pairs, heldout, starts)
+        starts = starts or found
+        records += found
+    return records
+
+
+# --- what people see ----------------------------------------------------------------------------------------------------
+
+
+def figures(context: "Context", summary: dict, records: list[dict]) -> dict:
+    """Graph, win rates, scores, and the last row's training curves and shares (first seed)."""
+    from sysdpo_lab import figures as draw
+
+    pictures = {"graph": (draw.draw_graph(build_system(context, 0)), "the graph: x feeds draft and refine, draft feeds refine")}
+    for metric in ("wr_prompted", "task_score"):
+        if any(row["metric"] == metric for row in summary["rows"]):
+            alt = f"{metric} of each system with its 95 % interval"
+            pictures[metric] = (draw.plot_rows(summary["rows"], metric), alt)
+    history = read_history(context)
+    if history:
+        window = max(1, len(history) // 20)
+        pictures["training"] = (
+            draw.plot_training(history, window=window), "loss, margin and accuracy of joint training against the step"
+        )
+        pictures["shares"] = (
+            draw.plot_shares(history, window=window), "each component's share of the log-ratio gap against the step"
+        )
+    return pictures
+
+
+def read_history(context: "Context") -> list[dict]:
+    """The logged steps of the joint row of the first seed."""
+    from sysdpo_lab.experiments.runner import read_records
+
+    found = sorted(context.out.glob("seed-*/joint/history.jsonl"))
+    return read_records(found[0]) if found else []
+
+
+def prose(context: "Context") -> str:
+    """What the report says above the table."""
+    options = context.settings
+    return (
+        f"Two LoRA adapters on one base ({context.profile.model}): draft writes a first sentence about a restaurant's facts, "
+        f"refine sees the facts and the draft and writes the final one. Only finals are compared. SysDPO-Sampling with "
+        f"{options['sampler']}, k = {options['k']}, beta = {options['beta']}, {options['steps']} steps of {options['batch']} pairs. "
+        "Every component decodes greedily in the evaluation. wr_prompted: share of held-out records on which the exact judge "
+        "scores the system above the prompted start (ties count one half); wr_chosen: the same against the data's chosen "
+        "answer; words: mean length of the answers; margin_accuracy: share of held-out pairs with a positive margin."
+    )
+
+
+def samples(context: "Context", records: list[dict]) -> list[dict]:
+    """Before and after, side by side, for the first held-out records of the first seed."""
+    first = records[0]["seed"]
+    mine = {(r["system"], r["item"]): r for r in records if r["seed"] == first}
+    last = [r["system"] for r in records][-1]
+    shown = []
+    for item in range(min(6, len({item for _, item in mine}))):
+        before, after = mine["prompted", item], mine[last, item]
+        shown.append(
+            {
+                "x": before["x"], "draft before": before["draft"], "final before": before["refine"],
+                "draft after": after["draft"], "final after": after["refine"],
+                "score": f"{before['task_score']:.2f} -> {after['task_score']:.2f}",
+            }
+        )  # fmt: skip
+    return shown
