@@ -8,7 +8,7 @@ from sysdpo_lab import errors
 
 
 def check_preference(preference_logits: Float[Tensor, "X Z Z"], outputs: int | None = None) -> Float[Tensor, "X Z Z"]:
-    """float64 logits [x, i, j] = logit pref(i > j | x), antisymmetric and finite off the diagonal, or a named error.
+    """float64 logits [x, i, j] = logit pref(i > j | x), antisymmetric, or a named error.
 
     >>> check_preference(torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]])).shape
     torch.Size([1, 2, 2])
@@ -20,10 +20,13 @@ def check_preference(preference_logits: Float[Tensor, "X Z Z"], outputs: int | N
         )
     if bool(torch.isnan(logits).any()):
         raise errors.NonFiniteError(f"preference_logits holds NaN at {tuple(torch.isnan(logits).nonzero()[0].tolist())}")
-    symmetric = logits + logits.transpose(1, 2)
-    wrong = torch.isnan(symmetric) | (symmetric.abs() > 1e-6)
-    if bool((wrong & torch.isfinite(logits)).any()):
-        x, i, j = (wrong & torch.isfinite(logits)).nonzero()[0].tolist()
+    mirrored = -logits.transpose(1, 2)
+    # the tolerance lets logits through that were computed in float32 from probabilities near 0 and 1
+    right = (logits == mirrored) | ((logits - mirrored).abs() <= 1e-3 * (1 + mirrored.abs()))
+    infinite = torch.isinf(logits) | torch.isinf(mirrored)
+    wrong = ~torch.where(infinite, logits == mirrored, right)
+    if bool(wrong.any()):
+        x, i, j = wrong.nonzero()[0].tolist()
         raise errors.ValueRangeError(
             f"preference_logits[{x}, {i}, {j}] = {logits[x, i, j]:.6g} and [{x}, {j}, {i}] = {logits[x, j, i]:.6g} "
             "must be each other's negative: pref(i > j) = 1 - pref(j > i)"
@@ -62,8 +65,7 @@ def gap(
     >>> gap(p, logits, beta=1.0) < 1e-6
     True
     """
-    if not 0 < beta < float("inf"):
-        raise errors.UnknownOptionError(f"beta must be a positive finite number, found {beta!r}")
+    beta = errors.check_beta(beta)
     p = _check_probabilities(p_z, "p_z")
     logits = check_preference(preference_logits, p.shape[1])
     _check_inputs(p, logits)
@@ -96,7 +98,8 @@ def _check_probabilities(p: Tensor, name: str) -> Float[Tensor, "X Z"]:
         raise errors.NonFiniteError(f"{name} holds NaN at {tuple(torch.isnan(p).nonzero()[0].tolist())}")
     if bool((p < 0).any()) or bool(((p.sum(1) - 1).abs() > 1e-6).any()):
         row = int(((p < 0).any(1) | ((p.sum(1) - 1).abs() > 1e-6)).nonzero()[0])
-        raise errors.TableError(f"{name}: row {row} is no distribution (sum {p[row].sum().item():.6g}, smallest {p[row].min().item():.6g})")
+        total, smallest = p[row].sum().item(), p[row].min().item()
+        raise errors.TableError(f"{name}: row {row} is no distribution (sum {total:.6g}, smallest {smallest:.6g})")
     return p
 
 
@@ -115,8 +118,8 @@ def fit_beta(p_z: Float[Tensor, "X Z"], preference_logits: Float[Tensor, "X Z Z"
 
     Returns:
         (beta_hat, rms residual): the residual is the alignment gap in mean-square form. A negative beta_hat means
-        anti-aligned. Pairs with an impossible output are left out; beta_hat is NaN when nothing is left or p is uniform
-        on every pair.
+        anti-aligned. Where p is uniform every beta fits equally well and the smallest, 0, is returned (S6.4). Pairs with
+        an impossible output are left out; both numbers are NaN when nothing is left.
 
     >>> p = torch.softmax(torch.tensor([[0.0, 1.0, 2.0]]).double() / 0.5, -1)
     >>> r = torch.tensor([[0.0, 1.0, 2.0]]).double()
@@ -130,11 +133,11 @@ def fit_beta(p_z: Float[Tensor, "X Z"], preference_logits: Float[Tensor, "X Z Z"
     odds, wanted = _log_odds(p)[:, i, j].reshape(-1), logits[:, i, j].reshape(-1)
     usable = torch.isfinite(odds) & torch.isfinite(wanted)
     odds, wanted = odds[usable], wanted[usable]
+    if not len(odds):
+        return float("nan"), float("nan")
     square = (odds * odds).sum()
-    beta = (wanted * odds).sum() / square if bool(square > 0) else torch.tensor(torch.nan, dtype=torch.float64)
-    fitted = beta * odds if bool(square > 0) else torch.zeros_like(wanted)
-    rms = (wanted - fitted).pow(2).mean().sqrt().item() if len(wanted) else float("nan")
-    return beta.item(), rms
+    beta = (wanted * odds).sum() / square if bool(square > 0) else torch.zeros_like(square)
+    return beta.item(), (wanted - beta * odds).pow(2).mean().sqrt().item()
 
 
 def cycle_residual(preference_logits: Float[Tensor, "X Z Z"]) -> float:

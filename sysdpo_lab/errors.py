@@ -1,5 +1,7 @@
 """Named errors and warnings: each says which component, row or file, what was found and what to do."""
 
+import numbers
+
 
 class SysDPOError(Exception):
     """Base class of every error that this package raises on purpose."""
@@ -112,6 +114,17 @@ def check_option(name: str, value: object, allowed: tuple) -> None:
     """
     if not any(value is option or (type(value) is type(option) and value == option) for option in allowed):
         raise UnknownOptionError(f"{name}={value!r} does not exist; choose one of {', '.join(map(repr, allowed))}")
+
+
+def check_beta(beta: float) -> float:
+    """beta as a positive finite number, or UnknownOptionError.
+
+    >>> check_beta(1)
+    1.0
+    """
+    if isinstance(beta, bool) or not isinstance(beta, numbers.Real) or not 0 < beta < float("inf"):
+        raise UnknownOptionError(f"beta must be a positive finite number, found {beta!r}")
+    return float(beta)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -234,3 +247,46 @@ class MissingModelError(SysDPOError, FileNotFoundError):
 
 class ResumeError(SysDPOError, ValueError):
     """A run's folder is in use, or holds another run; the message says what differs."""
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+class EmptyPairsError(PairFormatError):
+    """There is no pair to train on or to measure."""
+
+
+class PairKindError(PairFormatError):
+    """An objective got finals where it needs whole traces, or the other way round."""
+
+
+class ObjectiveError(SysDPOError, TypeError):
+    """An objective did not return a PairLoss."""
+
+
+class NothingToTrainError(SysDPOError, ValueError):
+    """No parameter is trainable, or none of them has any influence on the loss."""
+
+
+class NoUpdateError(SysDPOError, RuntimeError):
+    """A step was made, the gradient was not zero, and still no weight changed."""
+
+
+class DistributedError(SysDPOError, RuntimeError):
+    """The loop was started in a way that it does not support (several processes, fp16 gradient scaling)."""
+
+
+class CheckpointError(SysDPOError, ValueError):
+    """A checkpoint or a history cannot be written or read; the message names the file."""
+
+
+class ZeroGradientWarning(SysDPOWarning):
+    """Every gradient of a step is exactly zero: nothing is learned."""
+
+
+class HalfPrecisionWarning(SysDPOWarning):
+    """Trainable weights in half precision round small updates away."""
+
+
+class DamagedCheckpointWarning(SysDPOWarning):
+    """A checkpoint is damaged and was left out; an older one is used."""

@@ -48,9 +48,12 @@ def _tool_values(system: CompoundSystem, name: str) -> dict[tuple[int, ...], int
     columns = {p: torch.tensor([row[i] for row in grid]) for i, p in enumerate(tool.parents)}
     found = tool.greedy(columns)
     if not isinstance(found, Tensor):
+        other = next(value for value in found if not isinstance(value, int))
         raise errors.CardinalityError(
-            f"component {name!r} returns {type(found[0]).__name__}; exact sums need whole numbers 0, 1, 2, ..."
+            f"component {name!r} returns {other!r} ({type(other).__name__}); exact sums need whole numbers 0, 1, 2, ..."
         )
+    if int(found.min()) < 0:
+        raise errors.ValueRangeError(f"component {name!r} returns {int(found.min())}; exact sums need 0, 1, 2, ...")
     return dict(zip(grid, found.tolist()))
 
 
@@ -94,7 +97,7 @@ def marginal(system: CompoundSystem, reference: bool = False) -> Float[Tensor, "
 
     >>> y = Categorical("y", {"x": 2}, 2, [[0.5, 0.5], [0.2, 0.8]])
     >>> z = Categorical("z", {"y": 2}, 2, [[1.0, 0.0], [0.5, 0.5]])
-    >>> marginal(CompoundSystem([y, z])).tolist()
+    >>> [[round(p, 6) for p in row] for row in marginal(CompoundSystem([y, z])).tolist()]
     [[0.75, 0.25], [0.6, 0.4]]
     """
     names = [*system.inputs, *system.relevant]
@@ -116,17 +119,19 @@ def tilt(p_reference: Float[Tensor, "X Z"], reward: Float[Tensor, "X Z"], beta: 
     Args:
         beta: > 0; larger stays closer to p_ref.
 
-    >>> tilt(torch.tensor([[0.5, 0.5]]).double(), torch.tensor([[0.0, 1.0]]).double(), 1e9).tolist()
+    >>> tilt(torch.tensor([[0.5, 0.5]]).double(), torch.tensor([[0.0, 1.0]]).double(), 1e9).round(decimals=6).tolist()
     [[0.5, 0.5]]
     """
-    if not 0 < beta < float("inf"):
-        raise errors.UnknownOptionError(f"beta must be a positive finite number, found {beta!r}")
+    beta = errors.check_beta(beta)
     reward = torch.as_tensor(reward, dtype=torch.float64)
     if reward.shape != p_reference.shape:
         raise errors.CardinalityError(f"reward has shape {tuple(reward.shape)}, p_ref {tuple(p_reference.shape)}")
     if not bool(torch.isfinite(reward).all()):
         raise errors.NonFiniteError("the reward holds NaN or an infinity")
-    return torch.softmax(p_reference.double().log() + reward / beta, dim=-1)
+    log_p = p_reference.double().log()
+    best = torch.where(torch.isfinite(log_p), reward, -torch.inf).amax(-1, keepdim=True)
+    advantage = torch.where(torch.isfinite(log_p), reward - best, 0.0)  # <= 0: a tiny beta cannot overflow
+    return torch.softmax(log_p + advantage / beta, dim=-1)
 
 
 def tilted_marginal(system: CompoundSystem, reward: Float[Tensor, "X Z"], beta: float) -> Float[Tensor, "X Z"]:
@@ -165,8 +170,8 @@ def load_case(path: str | Path) -> Case:
     path = Path(path)
     try:
         spec = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise errors.CaseFormatError(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise errors.CaseFormatError(f"{path}: there is no such file, or it cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise errors.CaseFormatError(f"{path}: not a JSON file: {error}") from None
     return case_from_spec(spec, str(path))
@@ -181,26 +186,66 @@ def case_from_spec(spec: dict[str, Any], source: str = "case") -> Case:
         if key not in spec:
             raise errors.CaseFormatError(f"{source}: the key {key!r} is missing")
     try:
-        cards = {spec["input"]["name"]: spec["input"]["card"], **{c["name"]: c["card"] for c in spec["components"]}}
-        system = CompoundSystem(_tables(spec, cards, source), inputs=(spec["input"]["name"],), output=spec["terminal"])
-        table = spec["reward"]["table"] if isinstance(spec["reward"], dict) else spec["reward"]
-        reward = torch.tensor(table, dtype=torch.float64)
-    except (KeyError, TypeError) as error:
-        if isinstance(error, errors.SysDPOError):
-            raise
-        raise errors.CaseFormatError(f"{source}: a key or value is missing or of the wrong type: {error}") from error
-    expected = (cards[spec["input"]["name"]], cards[spec["terminal"]])
+        system, reward = _system(spec, source), _reward(spec, source)
+        beta = errors.check_beta(spec["beta"])
+    except errors.SysDPOError as error:
+        message = str(error) if str(error).startswith(source) else f"{source}: {error}"
+        raise type(error)(message) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise errors.CaseFormatError(f"{source}: a key is missing or a value has the wrong type: {error!r}") from error
+    known = {"format", "input", "components", "terminal", "beta", "reward", "name"}
+    extra = {key: value for key, value in spec.items() if key not in known}
+    return Case(system, beta, reward, spec.get("name", ""), extra)
+
+
+def _reward(spec: dict, source: str) -> Float[Tensor, "X Z"]:
+    block = spec["reward"] if isinstance(spec["reward"], dict) else {"table": spec["reward"]}
+    x, z = spec["input"]["name"], spec["terminal"]
+    if list(block.get("axes", [x, z])) != [x, z]:
+        raise errors.CaseFormatError(f"{source}: the reward's axes are {block['axes']}, expected {[x, z]}")
+    try:
+        reward = torch.tensor(block["table"], dtype=torch.float64)
+    except (TypeError, ValueError) as error:
+        raise errors.CaseFormatError(f"{source}: the reward is no rectangular table of numbers: {error}") from None
+    expected = (spec["input"]["card"], next(c["card"] for c in spec["components"] if c["name"] == z))
     if tuple(reward.shape) != expected:
         raise errors.CaseFormatError(f"{source}: reward has shape {tuple(reward.shape)}, expected {expected}")
     if not bool(torch.isfinite(reward).all()):
         raise errors.NonFiniteError(f"{source}: the reward holds NaN or an infinity")
-    known = {"format", "input", "components", "terminal", "beta", "reward", "name"}
-    extra = {key: value for key, value in spec.items() if key not in known}
-    return Case(system, float(spec["beta"]), reward, spec.get("name", ""), extra)
+    return reward
+
+
+def _system(spec: dict, source: str) -> CompoundSystem:
+    for number, component in enumerate(spec["components"]):
+        for key in ("name", "parents", "card"):
+            if key not in component:
+                raise errors.CaseFormatError(f"{source}: component {component.get('name', number)!r} lacks the key {key!r}")
+    for key in ("name", "card"):
+        if key not in spec["input"]:
+            raise errors.CaseFormatError(f"{source}: the input lacks the key {key!r}")
+    cards = {spec["input"]["name"]: spec["input"]["card"], **{c["name"]: c["card"] for c in spec["components"]}}
+    tables = _tables(spec, cards, source)
+    return CompoundSystem(tables, inputs=(spec["input"]["name"],), output=spec["terminal"])
+
+
+def _owners(spec: dict, source: str) -> dict[str, str]:
+    """{component: the one whose table it shares}, from the key "tied"."""
+    by_name = {component["name"]: component for component in spec["components"]}
+    owner = {}
+    for group in spec.get("tied", []):
+        for name in group:
+            if name not in by_name:
+                raise errors.UnknownComponentError(f"{source}: 'tied' names {name!r}; the components are {list(by_name)}")
+            for kind in ("policy", "reference"):
+                own, first = by_name[name].get(kind), by_name[group[0]].get(kind)
+                if own is not None and own != first:
+                    raise errors.CaseFormatError(f"{source}: {name!r} is tied to {group[0]!r}, but its {kind} differs")
+        owner |= {name: group[0] for name in group[1:]}
+    return owner
 
 
 def _tables(spec: dict, cards: dict[str, int], source: str) -> list[Categorical]:
-    owner = {name: group[0] for group in spec.get("tied", []) for name in group[1:]}
+    owner = _owners(spec, source)
     built = []
     for component in spec["components"]:
         unknown = [parent for parent in component["parents"] if parent not in cards]
@@ -208,6 +253,9 @@ def _tables(spec: dict, cards: dict[str, int], source: str) -> list[Categorical]
             raise errors.MissingParentError(
                 f"{source}: component {component['name']!r} reads {unknown[0]!r}, which the file does not define"
             )
+        axes = [*component["parents"], component["name"]]
+        if list(component.get("axes", axes)) != axes:
+            raise errors.CaseFormatError(f"{source}: the axes of {component['name']!r} are {component['axes']}, expected {axes}")
         policy = component.get("policy", component.get("reference"))
         if policy is None:
             raise errors.CaseFormatError(f"{source}: component {component['name']!r} has neither 'policy' nor 'reference'")

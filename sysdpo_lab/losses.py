@@ -18,7 +18,9 @@ from sysdpo_lab.components.base import (
     batch_length,
     concatenate,
     flatten_rows,
+    fresh_generator,
     group_rows,
+    joint_codes,
     repeat_rows,
     same_value,
     take_rows,
@@ -107,15 +109,41 @@ def posterior_weights(joint: Float[Tensor, "B K"], log_weights: Float[Tensor, "B
     return weights
 
 
-def repeat_log_weights(first: Bool[Tensor, "B K"], repeats: str) -> Float[Tensor, "B K"]:
-    """Log-weights for a set with repeats: "drop" keeps the first of each (-inf for the others), "count" keeps all.
+def repeat_log_weights(
+    codes: Int[Tensor, "B K"], repeats: str, log_weights: Float[Tensor, "B K"] | None = None
+) -> Float[Tensor, "B K"]:
+    """Log-weights for a set with repeats, all on the first of each value and -inf on its repeats.
 
-    >>> repeat_log_weights(torch.tensor([[True, False]]), "drop")
-    tensor([[0., -inf]], dtype=torch.float64)
+    "drop" keeps the weight of the first; "count" adds up those of all repeats. Putting the sum on one entry, not a share
+    on each, keeps psi_1's gradient exactly 0 when only one value is left, whatever its multiplicity.
+
+    Args:
+        codes: (B, K), equal within a row where the joint values are (`joint_codes`).
+        repeats: "drop" or "count".
+        log_weights: (B, K) to start from, default 0; entries with -inf are no part of the set.
+
+    >>> repeat_log_weights(torch.tensor([[5, 5]]), "drop"), repeat_log_weights(torch.tensor([[5, 5]]), "count").exp()
+    (tensor([[0., -inf]], dtype=torch.float64), tensor([[2., 0.]], dtype=torch.float64))
     """
     errors.check_option("repeats", repeats, ("drop", "count"))
-    zero = torch.zeros(first.shape, dtype=torch.float64)
-    return zero if repeats == "count" else zero.masked_fill(~first.cpu(), -torch.inf)
+    weights = torch.zeros(codes.shape, dtype=torch.float64) if log_weights is None else log_weights
+    outside = weights == -torch.inf
+    alone = codes.max() + 1 + torch.arange(codes.shape[1])
+    codes = torch.where(outside, alone, codes)
+    if repeats == "count":
+        largest = weights.amax(1, keepdim=True).clamp(min=torch.finfo(weights.dtype).min)
+        total = torch.zeros(len(codes), int(codes.max()) + 1, dtype=weights.dtype)
+        total = total.scatter_add(1, codes, (weights - largest).exp())
+        weights = total.gather(1, codes).log() + largest
+    return weights.masked_fill(outside | ~_first_of(codes), -torch.inf)
+
+
+def _first_of(codes: Int[Tensor, "B K"]) -> Bool[Tensor, "B K"]:
+    order = codes.argsort(dim=1, stable=True)
+    ordered = codes.gather(1, order)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    return torch.empty_like(new).scatter(1, order, new)
 
 
 def sampling_shares(
@@ -150,12 +178,6 @@ def _weighted(weights: Tensor, values: Tensor, where: Tensor) -> Tensor:
 
 
 # --- shared helpers -----------------------------------------------------------------------------------------------------
-
-
-def _check_beta(beta: float) -> float:
-    if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 < beta < float("inf"):
-        raise errors.UnknownOptionError(f"beta must be a positive finite number, found {beta!r}")
-    return float(beta)
 
 
 def _pair_loss(gap: Tensor, beta: float, kept: Tensor, shares: dict, effective: Tensor | None = None) -> PairLoss:
@@ -224,7 +246,7 @@ def direct_loss(
     >>> round(out.loss.item(), 4), out.margin.item()
     (0.6931, 0.0)
     """
-    beta = _check_beta(beta)
+    beta = errors.check_beta(beta)
     gaps, kept = component_gaps(system, chosen, rejected, generator=generator)
     if not gaps:
         return _pair_loss(torch.zeros(len(kept)), beta, kept, {})
@@ -289,6 +311,8 @@ def _check_pair(
     if rows == 0:
         raise errors.BatchMismatchError("the batch holds no pairs")
     for name in system.inputs:
+        if isinstance(chosen[name], Tensor) and isinstance(rejected[name], Tensor) and chosen[name].equal(rejected[name]):
+            continue
         for row in range(rows):
             if not same_value(chosen[name][row], rejected[name][row]):
                 raise errors.InputMismatchError(
@@ -317,8 +341,6 @@ def _pair_noise(
     """One noise draw a pair, used for winner and loser alike."""
     bound = [name for name in names if system[name].kind == "bound"]
     if bound and generator is None:
-        from sysdpo_lab.system import fresh_generator
-
         generator = fresh_generator()
     drawn = {n: system[n].draw_noise(take_rows(both[n], range(rows)), generator=generator) for n in bound}
     return {name: system[name].repeat_noise(noise) for name, noise in drawn.items()}
@@ -333,11 +355,7 @@ def first_of_each(columns: list[Batch], rows: int, size: int) -> Bool[Tensor, "B
     >>> first_of_each([torch.tensor([[1, 1, 2]])], 1, 3)
     tensor([[ True, False,  True]])
     """
-    first = torch.ones(rows, size, dtype=torch.bool)
-    for row in range(rows):
-        for k in range(1, size):
-            first[row, k] = not any(all(same_value(c[row][k], c[row][j]) for c in columns) for j in range(k))
-    return first
+    return _first_of(joint_codes(columns, rows, size))
 
 
 def sampling_loss(
@@ -361,7 +379,8 @@ def sampling_loss(
         inputs: {input: B rows}.
         chosen, rejected: B values of the output each.
         intermediates: {hidden component: (B, k), or B lists of k}: k joint assignments a row. Deterministic components
-            may be left out; they are computed.
+            may be left out; they are computed. A component that does not influence the output may be left out; where
+            it is given, its value is a part of the assignment and its term is counted.
         beta: > 0; larger keeps the optimum closer to the reference.
         repeats: "drop" (default) counts a joint assignment once; "count" counts every repeat (inconsistent as k grows).
         log_weights: (B, k) added to log p(a, z | x); all four uses get the same.
@@ -379,23 +398,23 @@ def sampling_loss(
     >>> round(out.loss.item(), 4), round(out.effective.item(), 4)
     (0.6931, 2.0)
     """
-    beta = _check_beta(beta)
+    beta = errors.check_beta(beta)
     errors.check_option("repeats", repeats, ("drop", "count"))
     _check_can_be_summed(system)
     rows, size = _check_sets(system, inputs, chosen, rejected, intermediates)
     trace = _assignments(system, inputs, intermediates, rows, size)
-    hidden = [name for name in system.hidden if system[name].kind != "deterministic" or name in intermediates]
-    columns = [group_rows(trace[name], size) for name in system.hidden]
-    weights = repeat_log_weights(first_of_each(columns, rows, size), repeats)
-    if log_weights is not None:
-        weights = weights + _checked_weights(log_weights, rows, size)
+    scored = [n for n in trace if n in system.order and (system[n].kind != "deterministic" or n in intermediates)]
+    below = [name for name in scored if system.output in system.ancestors(name)]  # their parents differ by side
+    hidden, last = [name for name in scored if name not in below], [system.output, *below]
+    codes = joint_codes([group_rows(trace[name], size) for name in trace if name not in system.inputs], rows, size)
+    weights = repeat_log_weights(codes, repeats, _checked_weights(log_weights, rows, size))
     shared, shared_ref = _terms(system, trace, hidden, {}) if hidden else ({}, {})
     sides = {}
-    finals = _terms(system, _with_both_finals(system, trace, chosen, rejected, size), [system.output], {})
+    finals = _terms(system, _with_both_finals(system, trace, chosen, rejected, size), last, {})
     for side, start in (("w", 0), ("l", rows * size)):
         here = slice(start, start + rows * size)
         sides[side] = tuple(
-            {n: t.reshape(rows, size) for n, t in _wide({**terms, system.output: final[system.output][here]}).items()}
+            {n: t.reshape(rows, size) for n, t in _wide({**terms, **{n: final[n][here] for n in last}}).items()}
             for terms, final in ((shared, finals[0]), (shared_ref, finals[1]))
         )
     return _sampling_pair_loss(sides, weights, beta)
@@ -442,12 +461,17 @@ def _check_sets(system, inputs, chosen, rejected, intermediates) -> tuple[int, i
         raise errors.BatchMismatchError(f"the pairs have different numbers of rows: {lengths}")
     if rows == 0:
         raise errors.BatchMismatchError("the batch holds no pairs")
-    unknown = [name for name in intermediates if name not in system.order]
+    unknown = [name for name in intermediates if name not in system.order or name == system.output]
     if unknown:
         raise errors.UnknownComponentError(f"intermediates name {unknown[0]!r}; the hidden components are {system.hidden}")
     missing = [n for n in system.hidden if n not in intermediates and system[n].kind != "deterministic"]
     if missing:
         raise errors.MissingParentError(f"intermediates lack the hidden component {missing[0]!r}; got {sorted(intermediates)}")
+    flat = [name for name, value in intermediates.items() if isinstance(value, Tensor) and value.dim() < 2]
+    if flat:
+        raise errors.BatchMismatchError(
+            f"intermediates of {flat[0]!r} have shape {tuple(intermediates[flat[0]].shape)}, expected (B, k)"
+        )
     sizes = {(name, len(row)) for name, value in intermediates.items() for row in value}
     numbers = {size for _, size in sizes}
     if len(numbers) > 1 or 0 in numbers:
@@ -455,7 +479,9 @@ def _check_sets(system, inputs, chosen, rejected, intermediates) -> tuple[int, i
     return rows, numbers.pop() if numbers else 1
 
 
-def _checked_weights(log_weights: Tensor, rows: int, size: int) -> Float[Tensor, "B K"]:
+def _checked_weights(log_weights: Tensor | None, rows: int, size: int) -> Float[Tensor, "B K"] | None:
+    if log_weights is None:
+        return None
     log_weights = torch.as_tensor(log_weights, dtype=torch.float64).detach().cpu()
     if tuple(log_weights.shape) != (rows, size):
         raise errors.BatchMismatchError(f"log_weights has shape {tuple(log_weights.shape)}, expected ({rows}, {size})")
@@ -471,8 +497,9 @@ def _assignments(system, inputs, intermediates, rows: int, size: int) -> dict[st
         if name in intermediates:
             trace[name] = flatten_rows(intermediates[name])
         else:
-            trace[name] = system[name].greedy(system.parent_values(name, trace))
-    return trace
+            trace[name] = system.computed(name, trace, rows * size)
+    others = [n for n in system.order if n in intermediates and n not in trace]
+    return trace | {name: flatten_rows(intermediates[name]) for name in others}
 
 
 def _with_both_finals(system, trace, chosen, rejected, size: int) -> dict[str, Batch]:

@@ -100,15 +100,27 @@ def load_system(folder: str | Path) -> "CompoundSystem":
     Raises:
         SaveFormatError: a file is missing or of another format; the message names it.
     """
-    from sysdpo_lab.system import CompoundSystem
-
     folder = Path(folder)
     spec = _read_spec(folder)
+    try:
+        return _built(spec, folder)
+    except errors.SaveFormatError:
+        raise
+    except (errors.GraphError, errors.TableError, KeyError, TypeError, AttributeError) as error:
+        kind = type(error).__name__
+        raise errors.SaveFormatError(f"{folder / 'system.json'}: the system cannot be rebuilt: {kind}: {error}") from error
+
+
+def _built(spec: dict[str, Any], folder: Path) -> "CompoundSystem":
+    from sysdpo_lab.system import CompoundSystem
+
     shared: dict[Any, Any] = {}
     components: list[Component] = []
     for node in spec["components"]:
         if node["kind"] not in KINDS:
-            raise errors.SaveFormatError(f"{folder / 'system.json'}: {node['name']!r} is a {node['kind']!r}; known are {sorted(KINDS)}")
+            raise errors.SaveFormatError(
+                f"{folder / 'system.json'}: {node['name']!r} is a {node['kind']!r}; known are {sorted(KINDS)}"
+            )
         kind = getattr(importlib.import_module(KINDS[node["kind"]]), node["kind"])
         place = folder / node["folder"]
         if not place.is_dir():
@@ -176,11 +188,14 @@ def function_path(function: Any) -> str:
     'sysdpo_lab.saving:function_path'
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    if not module or module == "__main__" or "<" in name:
+    path = f"{module}:{name}"
+    # a bound method or a partial has a path too, but what lies there is another function
+    if not module or not name or module == "__main__" or "<" in name or function_at(path) != function:
         raise errors.SaveFormatError(
-            f"the function {name or function!r} of {module!r} cannot be imported elsewhere; define it at the top of a module"
+            f"the function {name or repr(function)} of {module!r} cannot be imported elsewhere; "
+            "define it at the top of a module"
         )
-    return f"{module}:{name}"
+    return path
 
 
 def function_at(path: str) -> Any:

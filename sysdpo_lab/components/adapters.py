@@ -165,6 +165,7 @@ def attach(model: nn.Module, adapter: AdapterSource, component: str, generator: 
     """
     config, folder = _config(model, adapter, component)
     _check_config(config, model, component)
+    config.base_model_name_or_path = None  # else peft warns when a saved adapter's base has another name here
     peft_model = shared_peft_model(model)
     name = _free_name(component, peft_model)
     flags = {} if peft_model is None else {p: p.requires_grad for p in peft_model.parameters()}

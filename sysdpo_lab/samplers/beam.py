@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from sysdpo_lab.components.base import repeat_rows
+from sysdpo_lab.components.base import Batch, repeat_rows
 from sysdpo_lab.losses import first_of_each
 from sysdpo_lab.samplers.ancestral import draw_jointly
 from sysdpo_lab.samplers.candidates import Candidates, candidates, check_size, hidden_log_prob

@@ -132,6 +132,18 @@ def test_the_card_states_what_is_measured(measured):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+def test_loading_is_silent_leaves_the_random_state_and_gives_what_transformers_loads(shipped, capsys):
+    from transformers import AutoModelForCausalLM
+
+    before = torch.get_rng_state()
+    model, _ = tiny_lm.load_tiny_lm()
+    assert capsys.readouterr() == ("", "") and torch.equal(torch.get_rng_state(), before)
+    other = AutoModelForCausalLM.from_pretrained(paths.data_folder() / "tiny-lm", dtype=torch.float32).eval()
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, other(input_ids=ids).logits)
+
+
 def test_the_shipped_model_is_fp32_in_evaluation_mode_and_small(shipped):
     model, _ = shipped
     assert not model.training and {p.dtype for p in model.parameters()} == {torch.float32}
