@@ -2,9 +2,10 @@
 
 import itertools
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import opt_einsum
 import torch
@@ -15,9 +16,6 @@ from sysdpo_lab import errors
 from sysdpo_lab.components.categorical import Categorical
 from sysdpo_lab.components.tool import Tool
 from sysdpo_lab.system import CompoundSystem
-
-if TYPE_CHECKING:
-    from sysdpo_lab.components.base import Component
 
 FORMAT = "discrete-compound-system/1"
 
@@ -31,51 +29,66 @@ def cardinality(system: CompoundSystem, name: str) -> int:
     Raises:
         CardinalityError: nothing in the graph says how many values it has.
     """
-    if name in system.cardinalities:
-        return system.cardinalities[name]
-    if name in system.order and isinstance(system[name], Tool):
-        return max(_tool_values(system, name).values()) + 1
-    raise errors.CardinalityError(
-        f"the number of values of {name!r} is unknown: no table reads it; exact sums need tables (or Tools over tables)"
-    )
+    known = [name] if name in system.inputs else [n for n in system.order if n == name or n in system.ancestors(name)]
+    return _size(_sizes(system, known), name)
 
 
-def _tool_values(system: CompoundSystem, name: str) -> dict[tuple[int, ...], int]:
+def _sizes(system: CompoundSystem, names: Iterable[str]) -> dict[str, int]:
+    """Cardinalities as far as they are known; `names` in topological order, so that each Tool is called once."""
+    sizes = dict(system.cardinalities)
+    for name in names:
+        if name not in sizes and name in system.order and isinstance(system[name], Tool):
+            sizes[name] = max(_tool_values(system[name], sizes).values()) + 1
+    return sizes
+
+
+def _size(sizes: Mapping[str, int], name: str) -> int:
+    if name not in sizes:
+        raise errors.CardinalityError(
+            f"the number of values of {name!r} is unknown: no table reads it; exact sums need tables (or Tools over tables)"
+        )
+    return sizes[name]
+
+
+def _tool_values(tool: Tool, sizes: Mapping[str, int]) -> dict[tuple[int, ...], int]:
     """{parents' values: returned value} of a deterministic component over tables."""
-    tool = system[name]
-    sizes = [cardinality(system, parent) for parent in tool.parents]
-    grid = list(itertools.product(*map(range, sizes)))
+    grid = list(itertools.product(*(range(_size(sizes, parent)) for parent in tool.parents)))
     columns = {p: torch.tensor([row[i] for row in grid]) for i, p in enumerate(tool.parents)}
     found = tool.greedy(columns)
     if not isinstance(found, Tensor):
         other = next(value for value in found if not isinstance(value, int))
         raise errors.CardinalityError(
-            f"component {name!r} returns {other!r} ({type(other).__name__}); exact sums need whole numbers 0, 1, 2, ..."
+            f"component {tool.name!r} returns {other!r} ({type(other).__name__}); exact sums need whole numbers 0, 1, 2, ..."
         )
     if int(found.min()) < 0:
-        raise errors.ValueRangeError(f"component {name!r} returns {int(found.min())}; exact sums need 0, 1, 2, ...")
+        raise errors.ValueRangeError(f"component {tool.name!r} returns {int(found.min())}; exact sums need 0, 1, 2, ...")
     return dict(zip(grid, found.tolist()))
 
 
-def probability_table(system: CompoundSystem, name: str, reference: bool = False) -> Float[Tensor, "..."]:
+def probability_table(
+    system: CompoundSystem, name: str, reference: bool = False, sizes: Mapping[str, int] | None = None
+) -> Float[Tensor, "..."]:
     """p(y | parents) as a float64 table, axes = parents in their order, then the variable; differentiable.
+
+    Args:
+        sizes: cardinalities, where they are known already.
 
     Raises:
         UnsupportedSamplerError: the component has no finite table.
     """
-    component: Component = system[name]
+    component = system[name]
     if isinstance(component, Categorical):
         return component.probabilities(reference)
     if not isinstance(component, Tool):
         raise errors.UnsupportedSamplerError(
             f"component {name!r} ({type(component).__name__}) has no finite table; exact sums work on Categorical and Tool"
         )
-    values = _tool_values(system, name)
-    sizes = [cardinality(system, parent) for parent in component.parents]
-    table = torch.zeros(*sizes, cardinality(system, name), dtype=torch.float64)
-    for parents, value in values.items():
-        if not 0 <= value < table.shape[-1]:
-            raise errors.ValueRangeError(f"component {name!r} returns {value} for {parents}, outside 0..{table.shape[-1] - 1}")
+    sizes = _sizes(system, system.order[: system.order.index(name) + 1]) if sizes is None else sizes
+    shape = [_size(sizes, variable) for variable in (*component.parents, name)]
+    table = torch.zeros(shape, dtype=torch.float64)
+    for parents, value in _tool_values(component, sizes).items():
+        if value >= shape[-1]:
+            raise errors.ValueRangeError(f"component {name!r} returns {value} for {parents}, outside 0..{shape[-1] - 1}")
         table[(*parents, value)] = 1.0
     return table
 
@@ -103,12 +116,13 @@ def marginal(system: CompoundSystem, reference: bool = False) -> Float[Tensor, "
     names = [*system.inputs, *system.relevant]
     axis = {name: number for number, name in enumerate(names)}
     operands: list[Any] = []
+    sizes = _sizes(system, system.relevant)
     for name in system.relevant:
-        operands += [probability_table(system, name, reference), [axis[v] for v in (*system.parents(name), name)]]
+        operands += [probability_table(system, name, reference, sizes), [axis[v] for v in (*system.parents(name), name)]]
     used = {variable for name in system.relevant for variable in system.parents(name)}
     for name in system.inputs:  # an input that nothing reads still has its axis in the result
         if name not in used:
-            operands += [torch.ones(cardinality(system, name), dtype=torch.float64), [axis[name]]]
+            operands += [torch.ones(_size(sizes, name), dtype=torch.float64), [axis[name]]]
     result = opt_einsum.contract(*operands, [axis[n] for n in (*system.inputs, system.output)], optimize="auto")
     return result.reshape(-1, result.shape[-1])
 
@@ -223,6 +237,10 @@ def _system(spec: dict, source: str) -> CompoundSystem:
     for key in ("name", "card"):
         if key not in spec["input"]:
             raise errors.CaseFormatError(f"{source}: the input lacks the key {key!r}")
+    names = [spec["input"]["name"], *(component["name"] for component in spec["components"])]
+    for name in names:
+        if names.count(name) > 1:
+            raise errors.DuplicateComponentError(f"{source}: {name!r} is the name of two variables")
     cards = {spec["input"]["name"]: spec["input"]["card"], **{c["name"]: c["card"] for c in spec["components"]}}
     tables = _tables(spec, cards, source)
     return CompoundSystem(tables, inputs=(spec["input"]["name"],), output=spec["terminal"])

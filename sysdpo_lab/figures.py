@@ -185,13 +185,16 @@ def plot_shares(history: Any, window: int = 1) -> "Figure":
     of a Sampling loss is the part that comes from re-weighing the intermediates.
     """
     logged = records(history)
-    names = list(dict.fromkeys(name for record in logged for name in record["shares"]))
+    shares = [{"step": record["step"], **(record.get("shares") or {})} for record in logged]
+    names = [name for name in dict.fromkeys(name for record in shares for name in record) if name != "step"]
     figure, (ax,) = new_figure()
     for style, name in zip(line_styles(len(names)), names):
-        steps, values = _series([{"step": r["step"], name: r["shares"].get(name)} for r in logged], name)
+        steps, values = _series(shares, name)
         _line(ax, steps, _running_mean(values, window), dict(style, label=name))
     if len(names) > 1:
-        steps, values = _series([{"step": r["step"], "gap": sum(r["shares"].values())} for r in logged], "gap")
+        # a step in which no pair was kept has no shares
+        whole = [record for record in shares if all(record.get(name) is not None for name in names)]
+        steps, values = _series([dict(record, gap=sum(record[name] for name in names)) for record in whole], "gap")
         ax.plot(steps, _running_mean(values, window), color="black", linewidth=1, label="sum: the gap")
     ax.axhline(0, color="0.4", linestyle=":", linewidth=1)
     ax.set(xlabel="step", ylabel="share of the log-ratio gap (nats)")
@@ -228,7 +231,8 @@ def plot_rows(rows: Iterable[Mapping], metric: str) -> "Figure":
     """
     rows = list(rows)
     errors.check_option("metric", metric, tuple(dict.fromkeys(row["metric"] for row in rows)))
-    rows = [row for row in rows if row["metric"] == metric][::-1]  # matplotlib counts upwards, people read downwards
+    rows = [row for row in rows if row["metric"] == metric and row["value"] is not None]
+    rows.reverse()  # matplotlib counts upwards, people read downwards
     figure, (ax,) = new_figure(height=1.2 + 0.45 * len(rows))
     color = line_styles(1)[0]["color"]
     for height, row in enumerate(rows):

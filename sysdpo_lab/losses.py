@@ -180,13 +180,17 @@ def _weighted(weights: Tensor, values: Tensor, where: Tensor) -> Tensor:
 # --- shared helpers -----------------------------------------------------------------------------------------------------
 
 
-def _pair_loss(gap: Tensor, beta: float, kept: Tensor, shares: dict, effective: Tensor | None = None) -> PairLoss:
-    """Loss over the kept pairs; the others get a NaN margin and are counted."""
+def _pair_loss(
+    gap: Tensor, beta: float, kept: Tensor, shares: dict, effective: Tensor | None = None, same: Tensor | None = None
+) -> PairLoss:
+    """Loss over the kept pairs; the others get a NaN margin and are counted; pairs of the `same` two have gap 0."""
     if not bool(kept.any()):
         raise errors.NoMarginError(
             f"none of the {len(kept)} pairs has a margin: every winner or loser has probability 0; "
             "check the data, or use a larger or more diverse set of intermediates"
         )
+    if same is not None:  # what cancels in exact arithmetic would leave 1e-18 in the gradient
+        gap = torch.where(same.to(gap.device), torch.zeros_like(gap), gap)
     bad = kept & ~torch.isfinite(gap.detach())
     if bool(bad.any()):
         row = int(bad.nonzero()[0])
@@ -194,6 +198,12 @@ def _pair_loss(gap: Tensor, beta: float, kept: Tensor, shares: dict, effective: 
     margin = beta * torch.where(kept, gap, torch.full_like(gap, torch.nan))
     return PairLoss(dpo_loss(margin[kept]), margin, torch.where(kept, gap, torch.nan).detach(), shares, int((~kept).sum()),
                     effective)
+
+
+def _same_rows(left: Batch, right: Batch) -> Bool[Tensor, " B"]:
+    if isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape:
+        return (left == right).reshape(len(left), -1).all(1).cpu()
+    return torch.tensor([same_value(a, b) for a, b in zip(left, right)], dtype=torch.bool)
 
 
 def _terms(system: "CompoundSystem", trace: Mapping[str, Batch], names: list[str], noise: Mapping[str, Any]):
@@ -251,7 +261,8 @@ def direct_loss(
     if not gaps:
         return _pair_loss(torch.zeros(len(kept)), beta, kept, {})
     shares = {n: torch.where(kept, g.detach(), torch.nan) for n, g in gaps.items()}
-    return _pair_loss(sum(gaps.values()), beta, kept, shares)
+    same = torch.stack([_same_rows(chosen[name], rejected[name]) for name in system.order]).all(0)
+    return _pair_loss(sum(gaps.values()), beta, kept, shares, same=same)
 
 
 def component_gaps(
@@ -454,6 +465,7 @@ def _check_can_be_summed(system: "CompoundSystem") -> None:
 
 
 def _check_sets(system, inputs, chosen, rejected, intermediates) -> tuple[int, int]:
+    system.given_inputs(inputs)
     rows = batch_length(chosen)
     lengths = {"chosen": rows, "rejected": batch_length(rejected)}
     lengths |= {name: batch_length(value) for name, value in {**inputs, **intermediates}.items()}

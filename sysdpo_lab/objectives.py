@@ -192,7 +192,8 @@ def _check_options(name: str, sampler: Callable, options: Mapping[str, Any]) -> 
 
 def _entry(drawn: samplers.Candidates, row: int) -> dict[str, Any]:
     """One row of the candidates in plain Python, as a checkpoint holds it."""
-    values = {name: batch[row].tolist() if isinstance(batch, Tensor) else list(batch[row]) for name, batch in drawn.values.items()}
+    rows = {name: batch[row] for name, batch in drawn.values.items()}
+    values = {name: value.tolist() if isinstance(value, Tensor) else list(value) for name, value in rows.items()}
     return {"values": values, "log_weights": drawn.log_weights[row].tolist(), "distinct": int(drawn.distinct[row])}
 
 
@@ -299,7 +300,7 @@ class _Separate(Objective):
 
     def _drawn_parents(self, system, batch, generator) -> dict[str, Batch]:
         keys = [_pair_key(batch, row) for row in range(len(batch))]
-        new = [row for row, key in enumerate(keys) if key not in self.parents and key not in keys[:row]]
+        new = [row for row, key in enumerate(keys) if key not in self.parents]
         if new and system.hidden:
             inputs = {name: take_rows(value, new) for name, value in batch.inputs.items()}
             with evaluating(system), system.reference():
@@ -316,7 +317,7 @@ def _plain(value: Any) -> Any:
 
 def _pair_key(batch: PairBatch, row: int) -> str:
     inputs = {name: value[row] for name, value in batch.inputs.items()}
-    return digest([inputs, batch.chosen[row], batch.rejected[row]])
+    return digest([batch.rows[row], inputs, batch.chosen[row], batch.rejected[row]])  # held-out pairs have rows of their own
 
 
 def trained_separately(system: "CompoundSystem", whole_traces: bool) -> list[str]:

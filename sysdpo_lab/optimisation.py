@@ -55,7 +55,9 @@ def parameter_groups(system: "CompoundSystem", lr: float | Mapping[str, float]) 
     for name in (name for name in system.order if name in rates):
         own = [parameter for parameter in system[name].trainable() if parameter.requires_grad]
         if not own and isinstance(lr, Mapping):
-            raise errors.NothingToTrainError(f"lr names {name!r}, which is frozen or has no parameters; unfreeze it or leave it out")
+            raise errors.NothingToTrainError(
+                f"lr names {name!r}, which is frozen or has no parameters; unfreeze it or leave it out"
+            )
         for parameter in own:
             if rate_of.setdefault(id(parameter), (rates[name], name))[0] != rates[name]:
                 other = rate_of[id(parameter)][1]

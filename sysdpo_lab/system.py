@@ -132,6 +132,8 @@ class CompoundSystem(nn.Module):
                 owner = self._by_name[owner.tie]
                 if owner.name in seen:
                     raise errors.CycleError(f"the ties {' -> '.join([*seen, owner.name])} form a circle; one must own the table")
+                if not hasattr(owner, "logits"):
+                    raise errors.GraphError(f"component {component.name!r} is tied to {owner.name!r}, which has no table")
                 seen.append(owner.name)
             if owner is not component and component.logits is not owner.logits:
                 component._adopt(owner)

@@ -158,6 +158,12 @@ def test_shares_add_up_to_the_gap():
     assert gap == [a + b for a, b in zip(draft, refine)] == [0.0, 2.0, 5.0]
 
 
+def test_a_step_without_a_kept_pair_leaves_a_hole_and_no_error():
+    hole = {"step": 3, "loss": None, "margin": None, "accuracy": None, "shares": {"draft": None, "refine": None}}
+    assert [len(line) for line in lines(figures.plot_shares([*HISTORY, hole]).axes[0], 3)] == [3, 3, 3]
+    assert len(lines(figures.plot_training([*HISTORY, hole]).axes[0], 3)) == 1
+
+
 def test_rows_show_value_and_interval_with_the_first_row_on_top():
     ax = figures.plot_rows(ROWS, "wr_prompted").axes[0]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["joint", "prompted"]

@@ -90,7 +90,7 @@ def fill(name: str, template: Template, values: Mapping[str, Any]) -> Any:
     shown = {p: "" if v is None else joined(v) if is_conversation(v) else v for p, v in values.items()}
     try:
         return template.format(**shown)
-    except (KeyError, IndexError, AttributeError, ValueError) as error:
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise errors.TemplateError(f"component {name!r}: the template {template!r} cannot be filled: {error!r}") from error
 
 

@@ -38,8 +38,8 @@ class Rejected(Exception):
 class Unreachable(LogitsProcessor):
     """Takes the pad id out; remembers what it would have scored."""
 
-    def __init__(self, pad):
-        self.pad, self.scores = pad, None
+    def __init__(self, pad, penalty):
+        self.pad, self.penalty, self.scores = pad, penalty, None
 
     def __call__(self, input_ids, scores):
         self.scores = scores[:, self.pad].clone()
@@ -57,21 +57,21 @@ class RecordingScorer(BaseScorer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         RecordingScorer.latest = self
-        self.ends, self.before, self.early = {}, {}, 0
+        self.ends, self.before = {}, {}
 
     def process(self, input_ids, next_scores, next_tokens, next_indices, group_index=0, eos_token_id=None, **kwargs):
         eos = set(eos_token_id.tolist())
+        if group_index == 0:
+            self.idle = self._done.clone()  # the groups that emit pad at this step
         heaps = range(group_index, len(self._beam_hyps), self.num_beam_groups)
         for row, heap in enumerate(heaps):
             if not self._done[heap]:
                 self._check(row, group_index, next_scores[row])
                 self._remember(row, heap, input_ids, next_scores[row], next_tokens[row], next_indices[row], eos)
-        done = self._done.clone()
         found = super().process(
             input_ids, next_scores, next_tokens, next_indices, group_index=group_index, eos_token_id=eos_token_id, **kwargs
         )
         self.before[group_index] = found["next_beam_scores"].clone()
-        self.early += int((self._done & ~done).sum())
         return found
 
     def _check(self, row, group, scores):
@@ -81,7 +81,9 @@ class RecordingScorer(BaseScorer):
         if self.unreachable is not None:
             start = torch.tensor([0.0] + [-1e9] * (self.group_size - 1)).repeat(len(self._beam_hyps))
             before = self.before.get(group, start)[row * self.group_size : (row + 1) * self.group_size]
+            idle = self.idle[row * self.num_beam_groups :][:group].sum() * self.group_size
             pads = self.unreachable.scores[row * self.group_size : (row + 1) * self.group_size] + before
+            pads = pads + self.unreachable.penalty * idle  # the default mode takes nothing off for idle groups
             if pads.max() > scores.min() - GAP:
                 raise Rejected
 
@@ -97,7 +99,7 @@ def search(model, case):
     options = dict(case["options"])
     groups, beams = options.pop("num_groups"), options.pop("beams_per_group")
     ids, mask = torch.tensor(case["input_ids"]), torch.tensor(case["attention_mask"])
-    unreachable = Unreachable(options["pad_token_id"]) if case["mode"] == "ignore" else None
+    unreachable = Unreachable(options["pad_token_id"], options["diversity_penalty"]) if case["mode"] == "ignore" else None
     RecordingScorer.unreachable = unreachable
     model.generate(
         ids,
