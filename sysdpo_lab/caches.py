@@ -33,8 +33,11 @@ class Forward:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.accepted = set(inspect.signature(unwrapped(model).forward).parameters)
+        parameters = inspect.signature(unwrapped(model).forward).parameters
+        self.accepted = set(parameters)
         self.cache_name = next((name for name in CACHE_NAMES if name in self.accepted), None)
+        if self.cache_name and any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            self.accepted.add("use_cache")  # some models hand it on without naming it
         self.device = next(model.parameters()).device
 
     @property
@@ -77,7 +80,7 @@ def cache_tensors(holder, seen: set[int] | None = None) -> Iterator[tuple[object
             yield from cache_tensors(value, seen)
         elif isinstance(holder, tuple):
             raise UnknownCacheError("a tensor in a tuple cannot be replaced")
-        elif value.dim() and value.numel():
+        elif value.dim() > 1 or value.numel() > (value.dim() == 0):  # neither a number nor an empty placeholder
             yield holder, key, value
 
 

@@ -428,10 +428,10 @@ def sampling_loss(
             {n: t.reshape(rows, size) for n, t in _wide({**terms, **{n: final[n][here] for n in last}}).items()}
             for terms, final in ((shared, finals[0]), (shared_ref, finals[1]))
         )
-    return _sampling_pair_loss(sides, weights, beta)
+    return _sampling_pair_loss(sides, weights, beta, _same_rows(chosen, rejected))
 
 
-def _sampling_pair_loss(sides: dict, weights: Tensor, beta: float) -> PairLoss:
+def _sampling_pair_loss(sides: dict, weights: Tensor, beta: float, same: Tensor) -> PairLoss:
     """From each side's (policy, reference) terms to the loss, shares and effective numbers."""
     ratio, shares, effective, kept = {}, {}, {}, None
     for side, (policy, reference) in sides.items():
@@ -447,7 +447,7 @@ def _sampling_pair_loss(sides: dict, weights: Tensor, beta: float) -> PairLoss:
     gaps = {name: shares["w"][name] - shares["l"][name] for name in shares["w"]}
     gaps = {name: torch.where(kept, gap, torch.nan) for name, gap in gaps.items()}
     number = torch.where(kept, (effective["w"] + effective["l"]) / 2, torch.nan)
-    return _pair_loss(ratio["w"] - ratio["l"], beta, kept, gaps, number)
+    return _pair_loss(ratio["w"] - ratio["l"], beta, kept, gaps, number, same)
 
 
 def _check_can_be_summed(system: "CompoundSystem") -> None:
@@ -465,7 +465,7 @@ def _check_can_be_summed(system: "CompoundSystem") -> None:
 
 
 def _check_sets(system, inputs, chosen, rejected, intermediates) -> tuple[int, int]:
-    system.given_inputs(inputs)
+    system._inputs(inputs)
     rows = batch_length(chosen)
     lengths = {"chosen": rows, "rejected": batch_length(rejected)}
     lengths |= {name: batch_length(value) for name, value in {**inputs, **intermediates}.items()}

@@ -97,6 +97,8 @@ def card(system: "CompoundSystem") -> str:
 def load_system(folder: str | Path) -> "CompoundSystem":
     """Read a folder written by `save_system`; a base model shared by several components is loaded once.
 
+    The modules that hold its Tools' functions are imported, so load only folders that you trust.
+
     Raises:
         SaveFormatError: a file is missing or of another format; the message names it.
     """
@@ -123,6 +125,8 @@ def _built(spec: dict[str, Any], folder: Path) -> "CompoundSystem":
             )
         kind = getattr(importlib.import_module(KINDS[node["kind"]]), node["kind"])
         place = folder / node["folder"]
+        if not place.resolve().is_relative_to(folder.resolve()):
+            raise errors.SaveFormatError(f"{folder / 'system.json'}: the folder of {node['name']!r} lies outside: {place}")
         if not place.is_dir():
             raise errors.SaveFormatError(f"{place}: the folder of component {node['name']!r} is missing")
         components.append(kind.from_config(node["config"], place, shared))
@@ -188,6 +192,7 @@ def function_path(function: Any) -> str:
     'sysdpo_lab.saving:function_path'
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    module = module or getattr(getattr(function, "__objclass__", None), "__module__", None)  # str.upper and its like
     path = f"{module}:{name}"
     # a bound method or a partial has a path too, but what lies there is another function
     if not module or not name or module == "__main__" or "<" in name or function_at(path) != function:

@@ -215,7 +215,7 @@ class _Loop:
             raise errors.NoMarginError(f"none of the pairs in steps {first + 1} to {self.step} had a margin; nothing was learned")
         if self.out is not None and self.step > first:
             self._save()
-        if self.alike and not self.diverse:
+        if self.alike and not self.diverse and self.history.stopped == "finished":
             self._warn_about_diversity(self.step)
         return self.history
 

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from sysdpo_lab import CompoundSystem
+from sysdpo_lab import CompoundSystem, losses
 from sysdpo_lab.components import Categorical, Tool
+from sysdpo_lab.components.base import joint_codes
 
 LARGEST_JOINT = 20_000
 
@@ -173,7 +174,9 @@ def chain(drafts: int = 3, outputs: int = 3, seed: int = 0, moved: bool = True, 
     above = {"x": 2, "y": drafts} if skip else {"y": drafts}
     shapes = {"y": (2, drafts), "z": (*above.values(), outputs)}
     reference = {name: table(seed + i, *shape) for i, (name, shape) in enumerate(shapes.items())}
-    policy = {name: table(seed + 10 + i, *shape) for i, (name, shape) in enumerate(shapes.items())} if moved else reference
+    policy = (
+        {name: table(seed + 10 + i, *shape) for i, (name, shape) in enumerate(shapes.items())} if moved else reference
+    )
     y = Categorical("y", {"x": 2}, drafts, policy["y"], reference["y"])
     z = Categorical("z", above, outputs, policy["z"], reference["z"])
     return CompoundSystem([z, y])
@@ -183,12 +186,16 @@ def collider(seed: int = 0, moved: bool = True) -> CompoundSystem:
     """x (2) -> y1 (2), x -> y2 (3), (y2, x, y1) -> z (3)."""
     shapes = {"y1": (2, 2), "y2": (2, 3), "z": (3, 2, 2, 3)}
     reference = {name: table(seed + i, *shape) for i, (name, shape) in enumerate(shapes.items())}
-    policy = {name: table(seed + 10 + i, *shape) for i, (name, shape) in enumerate(shapes.items())} if moved else reference
-    return CompoundSystem([
-        Categorical("y1", {"x": 2}, 2, policy["y1"], reference["y1"]),
-        Categorical("y2", {"x": 2}, 3, policy["y2"], reference["y2"]),
-        Categorical("z", {"y2": 3, "x": 2, "y1": 2}, 3, policy["z"], reference["z"]),
-    ])
+    policy = (
+        {name: table(seed + 10 + i, *shape) for i, (name, shape) in enumerate(shapes.items())} if moved else reference
+    )
+    return CompoundSystem(
+        [
+            Categorical("y1", {"x": 2}, 2, policy["y1"], reference["y1"]),
+            Categorical("y2", {"x": 2}, 3, policy["y2"], reference["y2"]),
+            Categorical("z", {"y2": 3, "x": 2, "y1": 2}, 3, policy["z"], reference["z"]),
+        ]
+    )
 
 
 def long_chain(length: int = 50, values: int = 10, seed: int = 0) -> tuple[CompoundSystem, list[np.ndarray]]:
@@ -197,6 +204,27 @@ def long_chain(length: int = 50, values: int = 10, seed: int = 0) -> tuple[Compo
     names = ["x", *(f"v{i}" for i in range(1, length + 1))]
     tables = [Categorical(names[i + 1], {names[i]: values}, values, matrices[i]) for i in range(length)]
     return CompoundSystem(tables, output=names[-1]), matrices
+
+
+# --- sets of intermediates ---------------------------------------------------------------------------------------------
+
+
+def mixture(system, found, x, z):
+    """P_A(z|x) with the set's own weights, repeats dropped as the loss does: (B,)."""
+    rows, k = found.log_probs.shape
+    trace = {"x": x.repeat_interleave(k), **{n: v.reshape(-1) for n, v in found.values.items()}}
+    trace["z"] = torch.full((rows * k,), z)
+    with torch.no_grad():
+        final = system.log_prob_terms(trace, names=["z"])["z"].reshape(rows, k)
+    codes = joint_codes(list(found.values.values()), rows, k)
+    weights = losses.repeat_log_weights(codes, "drop", found.log_weights)
+    return losses.log_mixture(found.log_probs + final, weights).exp()
+
+
+def within(found, expected, errors_allowed=5.0):
+    """Mean of independent rows within so many standard errors."""
+    error = found.std(0) / len(found) ** 0.5
+    return bool(((found.mean(0) - expected).abs() <= errors_allowed * error + 1e-12).all())
 
 
 # --- functions that a saved Tool can name ---------------------------------------------------------------------------

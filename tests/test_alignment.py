@@ -40,7 +40,10 @@ def test_gap_for_every_combination_of_zeros(p, p_reference):
         expected = math.inf
     else:
         values = [
-            abs((reward[0, i] - reward[0, j]) - beta * (math.log(p[0, i] / other[0, i]) - math.log(p[0, j] / other[0, j])))
+            abs(
+                (reward[0, i] - reward[0, j])
+                - beta * (math.log(p[0, i] / other[0, i]) - math.log(p[0, j] / other[0, j]))
+            )
             for i, j in itertools.permutations(both, 2)
         ]
         expected = float(max(values, default=0.0))
@@ -161,23 +164,55 @@ def test_a_single_output_has_no_cycle():
 
 P, L = f64([[0.4, 0.6]]), f64([[[0.0, 1.0], [-1.0, 0.0]]])
 BAD = {
-    "NaN in p": (errors.NonFiniteError, r"p_z holds NaN at \(0, 1\)", lambda: alignment.gap(f64([[1.0, math.nan]]), L, 1.0)),
+    "NaN in p": (
+        errors.NonFiniteError,
+        r"p_z holds NaN at \(0, 1\)",
+        lambda: alignment.gap(f64([[1.0, math.nan]]), L, 1.0),
+    ),
     "p not normalised": (errors.TableError, "p_z: row 0.*sum 1.2", lambda: alignment.gap(P * 1.2, L, 1.0)),
     "p negative": (errors.TableError, "smallest -0.5", lambda: alignment.gap(f64([[1.5, -0.5]]), L, 1.0)),
     "p of one axis": (errors.CardinalityError, r"p_z has shape \(2,\)", lambda: alignment.gap(P[0], L, 1.0)),
     "reference of another shape": (
-        errors.CardinalityError, "p_reference has shape", lambda: alignment.gap(P, L, 1.0, p_reference=f64([[0.2, 0.3, 0.5]]))
+        errors.CardinalityError,
+        "p_reference has shape",
+        lambda: alignment.gap(P, L, 1.0, p_reference=f64([[0.2, 0.3, 0.5]])),
     ),
     "reference not normalised": (errors.TableError, "p_reference", lambda: alignment.gap(P, L, 1.0, p_reference=2 * P)),
-    "logits of another size": (errors.CardinalityError, r"\(1, 3, 3\), expected \(X, 2, 2\)", lambda: alignment.gap(P, torch.zeros(1, 3, 3), 1)),
-    "logits of more inputs": (errors.CardinalityError, "2 inputs, p_z has 1", lambda: alignment.gap(P, L.repeat(2, 1, 1), 1.0)),
+    "logits of another size": (
+        errors.CardinalityError,
+        r"\(1, 3, 3\), expected \(X, 2, 2\)",
+        lambda: alignment.gap(P, torch.zeros(1, 3, 3), 1),
+    ),
+    "logits of more inputs": (
+        errors.CardinalityError,
+        "2 inputs, p_z has 1",
+        lambda: alignment.gap(P, L.repeat(2, 1, 1), 1.0),
+    ),
     "NaN in logits": (errors.NonFiniteError, r"NaN at \(0, 0, 0\)", lambda: alignment.gap(P, L * math.nan, 1.0)),
-    "not antisymmetric": (errors.ValueRangeError, r"\[0, 0, 1\] = 1 and \[0, 1, 0\] = 1", lambda: alignment.gap(P, L.abs(), 1.0)),
-    "probabilities instead of logits": (errors.ValueRangeError, "pref", lambda: alignment.cycle_residual(torch.sigmoid(L))),
-    "both sides certain": (errors.ValueRangeError, "inf", lambda: alignment.fit_beta(P, f64([[[0, math.inf], [math.inf, 0]]]))),
-    "one side certain": (errors.ValueRangeError, "inf", lambda: alignment.gap(P, f64([[[0, math.inf], [-3.0, 0]]]), 1.0)),
+    "not antisymmetric": (
+        errors.ValueRangeError,
+        r"\[0, 0, 1\] = 1 and \[0, 1, 0\] = 1",
+        lambda: alignment.gap(P, L.abs(), 1.0),
+    ),
+    "probabilities instead of logits": (
+        errors.ValueRangeError,
+        "pref",
+        lambda: alignment.cycle_residual(torch.sigmoid(L)),
+    ),
+    "both sides certain": (
+        errors.ValueRangeError,
+        "inf",
+        lambda: alignment.fit_beta(P, f64([[[0, math.inf], [math.inf, 0]]])),
+    ),
+    "one side certain": (
+        errors.ValueRangeError,
+        "inf",
+        lambda: alignment.gap(P, f64([[[0, math.inf], [-3.0, 0]]]), 1.0),
+    ),
     "cycles of a certain judge": (
-        errors.NonFiniteError, "infinity", lambda: alignment.cycle_residual(f64([[[0, math.inf], [-math.inf, 0]]]))
+        errors.NonFiniteError,
+        "infinity",
+        lambda: alignment.cycle_residual(f64([[[0, math.inf], [-math.inf, 0]]])),
     ),
 }
 

@@ -112,11 +112,27 @@ class Wordy(Component):
 
 
 NO_TABLE = {
-    "no finite table": (errors.UnsupportedSamplerError, "'y' .Wordy. has no finite table", lambda: [Wordy("y", ["x"]), Categorical("z", {"y": 2, "x": 2}, 2)]),
+    "no finite table": (
+        errors.UnsupportedSamplerError,
+        "'y' .Wordy. has no finite table",
+        lambda: [Wordy("y", ["x"]), Categorical("z", {"y": 2, "x": 2}, 2)],
+    ),
     "unread input": (errors.CardinalityError, "'x' is unknown", lambda: [Tool("z", ["x"], abs)]),
-    "tool returns text": (errors.CardinalityError, "'z' returns 'b' .str.", lambda: [Categorical("y", {"x": 2}, 2), Tool("z", ["y"], lambda y: "ab"[y] if y else 0)]),
-    "tool returns too much": (errors.ValueRangeError, r"'t' returns 3 for \(3,\), outside 0..2", lambda: [Categorical("y", {"x": 2}, 4), Tool("t", ["y"], abs), Categorical("z", {"t": 3}, 2)]),
-    "tool returns a negative": (errors.ValueRangeError, "'z' returns -1", lambda: [Categorical("y", {"x": 2}, 2), Tool("z", ["y"], lambda y: y - 1)]),
+    "tool returns text": (
+        errors.CardinalityError,
+        "'z' returns 'b' .str.",
+        lambda: [Categorical("y", {"x": 2}, 2), Tool("z", ["y"], lambda y: "ab"[y] if y else 0)],
+    ),
+    "tool returns too much": (
+        errors.ValueRangeError,
+        r"'t' returns 3 for \(3,\), outside 0..2",
+        lambda: [Categorical("y", {"x": 2}, 4), Tool("t", ["y"], abs), Categorical("z", {"t": 3}, 2)],
+    ),
+    "tool returns a negative": (
+        errors.ValueRangeError,
+        "'z' returns -1",
+        lambda: [Categorical("y", {"x": 2}, 2), Tool("z", ["y"], lambda y: y - 1)],
+    ),
 }
 
 
@@ -133,7 +149,9 @@ def test_systems_without_exact_sums_are_answered_by_name(case):
 def xor_collider(edge=False):
     """Two fair drafts; z is good with probability 0.9 if they agree, 0.1 if not (theory S2.2)."""
     z = [[[0.1, 0.9], [0.9, 0.1]], [[0.9, 0.1], [0.1, 0.9]]]
-    return CompoundSystem([Categorical("y1", {"x": 1}, 2), Categorical("y2", {"x": 1}, 2), Categorical("z", {"y1": 2, "y2": 2}, 2, z)])
+    return CompoundSystem(
+        [Categorical("y1", {"x": 1}, 2), Categorical("y2", {"x": 1}, 2), Categorical("z", {"y1": 2, "y2": 2}, 2, z)]
+    )
 
 
 def test_xor_collider_has_target_08808():
@@ -222,7 +240,9 @@ def test_reference_alone_is_the_policy_too(tmp_path):
     content = spec()
     for component in content["components"]:
         component["reference"] = component.pop("policy")
-    torch.testing.assert_close(exact.marginal(load(tmp_path, content).system), exact.marginal(load(tmp_path, spec()).system))
+    torch.testing.assert_close(
+        exact.marginal(load(tmp_path, content).system), exact.marginal(load(tmp_path, spec()).system)
+    )
 
 
 def test_tied_components_share_one_table(tmp_path):

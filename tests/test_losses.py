@@ -32,7 +32,11 @@ def chain_pairs():
 
 def chain_traces():
     x = longs(0, 1, 1, 0)
-    return {"x": x, "y": longs(0, 1, 2, 2), "z": longs(1, 2, 0, 0)}, {"x": x, "y": longs(2, 1, 2, 0), "z": longs(0, 0, 1, 0)}
+    return {"x": x, "y": longs(0, 1, 2, 2), "z": longs(1, 2, 0, 0)}, {
+        "x": x,
+        "y": longs(2, 1, 2, 0),
+        "z": longs(0, 0, 1, 0),
+    }
 
 
 # --- formulas -------------------------------------------------------------------------------------------------------
@@ -63,13 +67,15 @@ def test_log_mixture_by_hand_and_its_gradient_with_impossible_entries():
 
 def test_posterior_weights_sum_to_one_or_are_zero():
     joint = f64([[0.3, 0.1], [0.0, 0.0]]).log()
-    assert losses.posterior_weights(joint, torch.zeros(2, 2)).flatten().tolist() == pytest.approx([0.75, 0.25, 0.0, 0.0])
+    assert losses.posterior_weights(joint, torch.zeros(2, 2)).flatten().tolist() == pytest.approx(
+        [0.75, 0.25, 0.0, 0.0]
+    )
 
 
 def test_repeats_put_their_weight_on_the_first():
     codes = torch.tensor([[7, 3, 7, 7], [1, 1, 1, 1]])
     assert losses.repeat_log_weights(codes, "drop").exp().tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
-    assert losses.repeat_log_weights(codes, "count").exp().tolist() == pytest.approx([[3, 1, 0, 0], [4, 0, 0, 0]])
+    np.testing.assert_allclose(losses.repeat_log_weights(codes, "count").exp(), [[3, 1, 0, 0], [4, 0, 0, 0]])
     given_weights = f64([[0.5, 2.0, 0.25, 0.0], [0.0, 3.0, 1.0, 0.0]]).log()
     dropped = losses.repeat_log_weights(codes, "drop", given_weights).exp()
     counted = losses.repeat_log_weights(codes, "count", given_weights).exp()
@@ -98,7 +104,9 @@ def test_direct_margin_by_hand():
     y = Categorical("y", {"x": 1}, 2, [[0.8, 0.2]], [[0.5, 0.5]])
     z = Categorical("z", {"y": 2}, 2, [[0.6, 0.4], [0.3, 0.7]], [[0.5, 0.5], [0.9, 0.1]])
     system = CompoundSystem([z, y])
-    out = losses.direct_loss(system, {"x": longs(0), "y": longs(0), "z": longs(1)}, {"x": longs(0), "y": longs(1), "z": longs(0)}, 0.5)
+    out = losses.direct_loss(
+        system, {"x": longs(0), "y": longs(0), "z": longs(1)}, {"x": longs(0), "y": longs(1), "z": longs(0)}, 0.5
+    )
     share_y = math.log(0.8 / 0.5) - math.log(0.2 / 0.5)
     share_z = math.log(0.4 / 0.5) - math.log(0.3 / 0.9)
     assert out.shares["y"].item() == pytest.approx(share_y) and out.shares["z"].item() == pytest.approx(share_z)
@@ -172,9 +180,11 @@ def test_the_reference_is_used(kind):
         if kind == "direct":
             sides = [x | {"y": longs(0, 1), "z": z} for z in (longs(0, 0), longs(1, 1))]
             return losses.direct_loss(system, *sides, 0.25).margin
-        return losses.sampling_loss(system, x, longs(0, 0), longs(1, 1), {"y": torch.tensor([[0, 1], [2, 0]])}, 0.25).margin
+        return losses.sampling_loss(
+            system, x, longs(0, 0), longs(1, 1), {"y": torch.tensor([[0, 1], [2, 0]])}, 0.25
+        ).margin
 
-    torch.testing.assert_close(margin(0.0) - margin(0.8), torch.full((2,), 0.25 * 0.8).double(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(margin(0.0) - margin(0.8), f64([0.2, 0.2]), rtol=0, atol=1e-12)
 
 
 def finite_difference(system, loss, step=1e-5):
@@ -200,11 +210,13 @@ def with_zeros(seed=3):
     shapes = {"y1": (2, 2), "y2": (2, 3), "z": (2, 3, 4)}
     policy = {name: rs.table(seed + i, *shape, zeros=0.25) for i, (name, shape) in enumerate(shapes.items())}
     reference = {name: rs.table(seed + 9 + i, *shape, zeros=0.25) for i, (name, shape) in enumerate(shapes.items())}
-    return CompoundSystem([
-        Categorical("y1", {"x": 2}, 2, policy["y1"], reference["y1"]),
-        Categorical("y2", {"x": 2}, 3, policy["y2"], reference["y2"]),
-        Categorical("z", {"y1": 2, "y2": 3}, 4, policy["z"], reference["z"]),
-    ])
+    return CompoundSystem(
+        [
+            Categorical("y1", {"x": 2}, 2, policy["y1"], reference["y1"]),
+            Categorical("y2", {"x": 2}, 3, policy["y2"], reference["y2"]),
+            Categorical("z", {"y1": 2, "y2": 3}, 4, policy["z"], reference["z"]),
+        ]
+    )
 
 
 def all_traces(system):
@@ -215,11 +227,13 @@ def all_traces(system):
 
 def tied():
     kernel, start = rs.table(5, 3, 3), rs.table(6, 3, 3)
-    return CompoundSystem([
-        Categorical("y1", {"x": 3}, 3, kernel, start),
-        Categorical("y2", {"y1": 3}, 3, tie="y1"),
-        Categorical("z", {"y2": 3}, 2, rs.table(7, 3, 2), rs.table(8, 3, 2)),
-    ])
+    return CompoundSystem(
+        [
+            Categorical("y1", {"x": 3}, 3, kernel, start),
+            Categorical("y2", {"y1": 3}, 3, tie="y1"),
+            Categorical("z", {"y2": 3}, 2, rs.table(7, 3, 2), rs.table(8, 3, 2)),
+        ]
+    )
 
 
 SYSTEMS = {"chain": rs.chain, "collider": rs.collider, "zeros": with_zeros, "tied": tied}
@@ -261,7 +275,9 @@ def test_gradient_of_sampling_is_the_finite_difference(name, how):
             options["log_weights"] = torch.randn(4, 5, generator=generator, dtype=torch.float64)
 
     def loss():
-        return losses.sampling_loss(system, inputs, longs(0, 1, 0, 0), longs(1, 0, 1, 1), found.values, 0.4, **options).loss
+        return losses.sampling_loss(
+            system, inputs, longs(0, 1, 0, 0), longs(1, 0, 1, 1), found.values, 0.4, **options
+        ).loss
 
     loss().backward()
     for parameter, expected in finite_difference(system, loss).items():
@@ -283,7 +299,11 @@ def test_direct_drops_impossible_pairs_and_keeps_gradients_finite(policy, refere
     free = Categorical("y" if where == "output" else "z", {"x": 1}, 2, [[0.3, 0.7]])
     zero = Categorical("z" if where == "output" else "y", {"x": 1}, 2, policy, reference)
     system = CompoundSystem([free, zero])
-    x, ok, other = {"x": longs(0, 0)}, {free.name: longs(0, 1), zero.name: longs(0, 0)}, {free.name: longs(1, 0), zero.name: longs(0, 1)}
+    x, ok, other = (
+        {"x": longs(0, 0)},
+        {free.name: longs(0, 1), zero.name: longs(0, 0)},
+        {free.name: longs(1, 0), zero.name: longs(0, 1)},
+    )
     chosen, rejected = (other, ok) if side == "chosen" else (ok, other)
     out = losses.direct_loss(system, x | chosen, x | rejected, 1.0)
     assert out.dropped == dropped and out.kept.tolist() == [True, not dropped]
@@ -291,12 +311,16 @@ def test_direct_drops_impossible_pairs_and_keeps_gradients_finite(policy, refere
     assert all(torch.isnan(share).tolist() == [False, bool(dropped)] for share in out.shares.values())
     out.loss.backward()
     assert torch.isfinite(out.loss) and all(torch.isfinite(p.grad).all() for p in system.parameters())
-    alone = losses.direct_loss(system, {n: v[:1] for n, v in (x | chosen).items()}, {n: v[:1] for n, v in (x | rejected).items()}, 1.0)
+    alone = losses.direct_loss(
+        system, {n: v[:1] for n, v in (x | chosen).items()}, {n: v[:1] for n, v in (x | rejected).items()}, 1.0
+    )
     assert out.margin[0] == alone.margin[0]
     if dropped:
         assert out.loss == alone.loss
         with pytest.raises(errors.NoMarginError, match="none of the 1 pairs"):
-            losses.direct_loss(system, {n: v[1:] for n, v in (x | chosen).items()}, {n: v[1:] for n, v in (x | rejected).items()}, 1.0)
+            losses.direct_loss(
+                system, {n: v[1:] for n, v in (x | chosen).items()}, {n: v[1:] for n, v in (x | rejected).items()}, 1.0
+            )
 
 
 def test_adam_never_makes_a_structural_zero_finite_or_nan():
@@ -328,7 +352,10 @@ def test_sampling_by_hand():
     out = losses.sampling_loss(two_drafts(), {"x": longs(0)}, longs(0), longs(1), {"y": torch.tensor([[0, 1]])}, 0.5)
     gap = math.log(0.54 / 0.7) - math.log(0.46 / 0.3)
     assert out.log_ratio_gap.item() == pytest.approx(gap) and out.margin.item() == pytest.approx(0.5 * gap)
-    w, w_ref = {0: [0.48 / 0.54, 0.06 / 0.54], 1: [0.32 / 0.46, 0.14 / 0.46]}, {0: [0.25 / 0.7, 0.45 / 0.7], 1: [0.25 / 0.3, 0.05 / 0.3]}
+    w, w_ref = (
+        {0: [0.48 / 0.54, 0.06 / 0.54], 1: [0.32 / 0.46, 0.14 / 0.46]},
+        {0: [0.25 / 0.7, 0.45 / 0.7], 1: [0.25 / 0.3, 0.05 / 0.3]},
+    )
     ratio_y = [math.log(0.8 / 0.5), math.log(0.2 / 0.5)]
     ratio_z = {0: [math.log(0.6 / 0.5), math.log(0.3 / 0.9)], 1: [math.log(0.4 / 0.5), math.log(0.7 / 0.1)]}
     share_y = sum((w[0][a] - w[1][a]) * ratio_y[a] for a in (0, 1))
@@ -352,13 +379,25 @@ def test_repeats_drop_and_count_by_hand():
 def test_log_weights_multiply_all_four_uses():
     """Weights (3, 1/2): P_A = 3 p(0, z) + p(1, z) / 2, the same for both sides and for the reference."""
     out = losses.sampling_loss(
-        two_drafts(), {"x": longs(0)}, longs(0), longs(1), {"y": torch.tensor([[0, 1]])}, 1.0, log_weights=f64([[3.0, 0.5]]).log()
+        two_drafts(),
+        {"x": longs(0)},
+        longs(0),
+        longs(1),
+        {"y": torch.tensor([[0, 1]])},
+        1.0,
+        log_weights=f64([[3.0, 0.5]]).log(),
     )
     expected = math.log((3 * 0.48 + 0.03) / (3 * 0.25 + 0.225)) - math.log((3 * 0.32 + 0.07) / (3 * 0.25 + 0.025))
     assert out.margin.item() == pytest.approx(expected)
     torch.testing.assert_close(sum(out.shares.values()), out.log_ratio_gap)
     minus_infinity = losses.sampling_loss(
-        two_drafts(), {"x": longs(0)}, longs(0), longs(1), {"y": torch.tensor([[0, 1]])}, 1.0, log_weights=f64([[0.0, -math.inf]])
+        two_drafts(),
+        {"x": longs(0)},
+        longs(0),
+        longs(1),
+        {"y": torch.tensor([[0, 1]])},
+        1.0,
+        log_weights=f64([[0.0, -math.inf]]),
     )
     alone = losses.sampling_loss(two_drafts(), {"x": longs(0)}, longs(0), longs(1), {"y": torch.tensor([[0]])}, 1.0)
     assert minus_infinity.margin.item() == pytest.approx(alone.margin.item())
@@ -378,7 +417,9 @@ def sets_of(kind, system, inputs):
         "importance": lambda: samplers.monte_carlo(system, inputs, 3, generator=generator, weights="importance"),
         "diverse": lambda: samplers.diverse_beam(system, inputs, 2),
         "gumbel": lambda: samplers.gumbel_top_k(system, inputs, 2, generator=generator),
-        "horvitz-thompson": lambda: samplers.gumbel_top_k(system, inputs, 2, generator=generator, weights="horvitz_thompson"),
+        "horvitz-thompson": lambda: samplers.gumbel_top_k(
+            system, inputs, 2, generator=generator, weights="horvitz_thompson"
+        ),
         "one": lambda: samplers.monte_carlo(system, inputs, 1, generator=generator),
     }[kind]()
 
@@ -422,7 +463,10 @@ def test_shares_of_sampling_sum_to_the_gap(make, kind):
 @pytest.mark.parametrize("seed", range(5))
 def test_one_distinct_intermediate_gives_the_draft_exactly_no_gradient(seed, multiplicity, repeats):
     inputs, chosen, rejected = chain_pairs()
-    for system, one in ((rs.chain(seed=seed), {"y": longs(0, 2, 1)}), (rs.collider(seed=seed), {"y1": longs(0, 1, 0), "y2": longs(2, 0, 1)})):
+    for system, one in (
+        (rs.chain(seed=seed), {"y": longs(0, 2, 1)}),
+        (rs.collider(seed=seed), {"y1": longs(0, 1, 0), "y2": longs(2, 0, 1)}),
+    ):
         sets = {name: value[:, None].repeat(1, multiplicity) for name, value in one.items()}
         losses.sampling_loss(system, inputs, chosen, rejected, sets, 0.5, repeats=repeats).loss.backward()
         assert all(not system[name].logits.grad.any() for name in one)
@@ -439,8 +483,12 @@ def test_two_distinct_intermediates_do_give_it_one():
 def test_paraphrases_give_the_draft_no_gradient_either():
     """Theory S3.2: p(z|x,a) the same for all a in A."""
     z = [[0.2, 0.8], [0.2, 0.8], [0.6, 0.4]]
-    system = CompoundSystem([Categorical("y", {"x": 2}, 3, rs.table(1, 2, 3)), Categorical("z", {"y": 3}, 2, z, [[0.5, 0.5]] * 3)])
-    losses.sampling_loss(system, {"x": longs(0)}, longs(0), longs(1), {"y": torch.tensor([[0, 1]])}, 0.5).loss.backward()
+    system = CompoundSystem(
+        [Categorical("y", {"x": 2}, 3, rs.table(1, 2, 3)), Categorical("z", {"y": 3}, 2, z, [[0.5, 0.5]] * 3)]
+    )
+    losses.sampling_loss(
+        system, {"x": longs(0)}, longs(0), longs(1), {"y": torch.tensor([[0, 1]])}, 0.5
+    ).loss.backward()
     assert system["y"].logits.grad.abs().max() < 1e-16
 
 
@@ -500,7 +548,9 @@ def test_recoding_an_intermediate_changes_nothing():
     y, z = rs.table(0, 2, 3), rs.table(1, 3, 3)
     y_ref, z_ref, new = rs.table(2, 2, 3), rs.table(3, 3, 3), [2, 0, 1]
     plain = CompoundSystem([Categorical("y", {"x": 2}, 3, y, y_ref), Categorical("z", {"y": 3}, 3, z, z_ref)])
-    coded = CompoundSystem([Categorical("y", {"x": 2}, 3, y[:, new], y_ref[:, new]), Categorical("z", {"y": 3}, 3, z[new], z_ref[new])])
+    coded = CompoundSystem(
+        [Categorical("y", {"x": 2}, 3, y[:, new], y_ref[:, new]), Categorical("z", {"y": 3}, 3, z[new], z_ref[new])]
+    )
     for system in (plain, coded):
         system.sets = samplers.enumerate_all(system, {"x": longs(0, 1, 1)}).values
     found = [losses.sampling_loss(system, *chain_pairs(), system.sets, 0.5).margin for system in (plain, coded)]
@@ -591,13 +641,20 @@ def test_deterministic_intermediates_may_be_left_out():
     given = losses.sampling_loss(system, inputs, chosen, rejected, {"y": y, "t": y // 2}, 0.5)
     assert torch.equal(without.margin, given.margin)
     assert not given.shares["t"].any() and "t" not in without.shares
-    wrong = losses.sampling_loss(system, inputs, chosen, rejected, {"y": y, "t": torch.tensor([[1, 1], [1, 0], [0, 0]])}, 0.5)
+    wrong = losses.sampling_loss(
+        system, inputs, chosen, rejected, {"y": y, "t": torch.tensor([[1, 1], [1, 0], [0, 0]])}, 0.5
+    )
     alone = losses.sampling_loss(system, inputs, chosen, rejected, {"y": torch.tensor([[3, 3], [2, 1], [1, 0]])}, 0.5)
     torch.testing.assert_close(wrong.margin, alone.margin)  # an assignment that the function contradicts has weight 0
 
 
 def test_hidden_components_that_are_all_deterministic_need_no_set():
-    system = CompoundSystem([Tool("t", ["x"], lambda x: 1 - x), Categorical("z", {"t": 2, "x": 2}, 3, rs.table(2, 2, 2, 3), rs.table(3, 2, 2, 3))])
+    system = CompoundSystem(
+        [
+            Tool("t", ["x"], lambda x: 1 - x),
+            Categorical("z", {"t": 2, "x": 2}, 3, rs.table(2, 2, 2, 3), rs.table(3, 2, 2, 3)),
+        ]
+    )
     out = losses.sampling_loss(system, *chain_pairs(), {}, 0.5)
     x, t, winner, loser = longs(0, 1, 1), longs(1, 0, 0), *chain_pairs()[1:]
     ratio = f64(rs.table(2, 2, 2, 3)).log() - f64(rs.table(3, 2, 2, 3)).log()
@@ -605,7 +662,11 @@ def test_hidden_components_that_are_all_deterministic_need_no_set():
 
 
 def test_a_root_tool_is_computed_for_every_row():
-    parts = [Tool("c", [], lambda: 1), Categorical("y", {"x": 2, "c": 2}, 2), Categorical("z", {"c": 2, "y": 2}, 3, rs.table(2, 2, 2, 3), rs.table(3, 2, 2, 3))]
+    parts = [
+        Tool("c", [], lambda: 1),
+        Categorical("y", {"x": 2, "c": 2}, 2),
+        Categorical("z", {"c": 2, "y": 2}, 3, rs.table(2, 2, 2, 3), rs.table(3, 2, 2, 3)),
+    ]
     system = CompoundSystem(parts)
     inputs, chosen, rejected = chain_pairs()
     found = samplers.enumerate_all(system, inputs)
@@ -771,7 +832,12 @@ BAD_SETS = {
 @pytest.mark.parametrize("case", BAD_SETS)
 def test_bad_sets_are_answered_by_name(case):
     kind, message, change = BAD_SETS[case]
-    call = {"inputs": X3, "chosen": longs(0, 1, 2), "rejected": longs(2, 0, 1), "intermediates": {"y": torch.tensor([[0, 1]] * 3)}}
+    call = {
+        "inputs": X3,
+        "chosen": longs(0, 1, 2),
+        "rejected": longs(2, 0, 1),
+        "intermediates": {"y": torch.tensor([[0, 1]] * 3)},
+    }
     with pytest.raises(kind, match=message):
         losses.sampling_loss(rs.chain(), beta=0.5, **call | change)
 
@@ -795,8 +861,16 @@ def test_direct_trains_a_system_with_a_deterministic_output():
 BAD_TRACES = {
     "inputs differ": (errors.InputMismatchError, "row 2.*'x'.*1.*0", lambda c, r: r.update(x=longs(0, 1, 0, 0))),
     "component missing": (errors.MissingParentError, "'z'", lambda c, r: c.pop("z")),
-    "loser shorter": (errors.BatchMismatchError, "4 chosen traces but 3", lambda c, r: r.update({n: v[:3] for n, v in r.items()})),
-    "no pairs": (errors.BatchMismatchError, "no pairs", lambda c, r: [s.update({n: v[:0] for n, v in s.items()}) for s in (c, r)]),
+    "loser shorter": (
+        errors.BatchMismatchError,
+        "4 chosen traces but 3",
+        lambda c, r: r.update({n: v[:3] for n, v in r.items()}),
+    ),
+    "no pairs": (
+        errors.BatchMismatchError,
+        "no pairs",
+        lambda c, r: [s.update({n: v[:0] for n, v in s.items()}) for s in (c, r)],
+    ),
     "value out of range": (errors.ValueRangeError, "'y', row 1: y = 5", lambda c, r: c.update(y=longs(0, 5, 1, 1))),
 }
 

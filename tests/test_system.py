@@ -62,7 +62,9 @@ def test_a_sampled_trace_is_possible_and_a_greedy_one_takes_each_mode(spec, seed
     assert torch.isfinite(system.log_prob(system.sample(inputs, generator=generator))).all()
     greedy = system.generate(inputs)
     for node in (n for n in spec.nodes if n.policy is not None):
-        rows = node.policy[tuple(greedy[parent].numpy() for parent in node.parents)] if node.parents else node.policy[None]
+        rows = (
+            node.policy[tuple(greedy[parent].numpy() for parent in node.parents)] if node.parents else node.policy[None]
+        )
         assert greedy[node.name].tolist() == np.broadcast_to(rows.argmax(-1), 20).tolist()
 
 
@@ -102,24 +104,44 @@ def y(name="y", **parents):
 
 
 BAD_GRAPHS = {
-    "cycle": (errors.CycleError, "y1 -> y2 -> y1|y2 -> y1 -> y2", lambda: [y("y1", y2=2), y("y2", y1=2), y("z", x=2, y1=2)]),
+    "cycle": (
+        errors.CycleError,
+        "y1 -> y2 -> y1|y2 -> y1 -> y2",
+        lambda: [y("y1", y2=2), y("y2", y1=2), y("z", x=2, y1=2)],
+    ),
     "reads itself": (errors.CycleError, "z -> z", lambda: [y("z", x=2, z=2)]),
     "two of one name": (errors.DuplicateComponentError, "'y'", lambda: [y("y"), y("y"), y("z", y=2)]),
     "named as the input": (errors.DuplicateComponentError, "'x' is an input", lambda: [y("x", z=2), y("z", x=2)]),
     "missing parent": (errors.MissingParentError, "'z' reads 'nowhere'", lambda: [y("z", x=2, nowhere=2)]),
     "no such output": (errors.UnknownComponentError, "output 'z'", lambda: [y("y")]),
     "output without input": (errors.UnreachableOutputError, "'z'", lambda: [y("y"), Categorical("z", {}, 2)]),
-    "output behind a root": (errors.UnreachableOutputError, "'z'", lambda: [Categorical("r", {}, 2), y("z", r=2), y("y")]),
+    "output behind a root": (
+        errors.UnreachableOutputError,
+        "'z'",
+        lambda: [Categorical("r", {}, 2), y("z", r=2), y("y")],
+    ),
     "no component": (errors.GraphError, "at least one component", lambda: []),
     "not a component": (errors.GraphError, "found str", lambda: ["z"]),
     "a module but no component": (errors.GraphError, "found Linear", lambda: [torch.nn.Linear(1, 1)]),
-    "cardinalities disagree": (errors.CardinalityError, "'z' expects 3 values of 'y'.*'y' says 2", lambda: [y(), y("z", y=3)]),
-    "two readers disagree": (errors.CardinalityError, "'z' expects 3 values of 'x'.*'y' says 2", lambda: [y(), y("z", x=3, y=2)]),
+    "cardinalities disagree": (
+        errors.CardinalityError,
+        "'z' expects 3 values of 'y'.*'y' says 2",
+        lambda: [y(), y("z", y=3)],
+    ),
+    "two readers disagree": (
+        errors.CardinalityError,
+        "'z' expects 3 values of 'x'.*'y' says 2",
+        lambda: [y(), y("z", x=3, y=2)],
+    ),
     "tool and table disagree": (
-        errors.CardinalityError, "'z' expects 3 values of 't'", lambda: [Tool("t", ["x"], abs, cardinality=2), y("z", t=3, x=2)]
+        errors.CardinalityError,
+        "'z' expects 3 values of 't'",
+        lambda: [Tool("t", ["x"], abs, cardinality=2), y("z", t=3, x=2)],
     ),
     "tied to nobody": (
-        errors.UnknownComponentError, "'y' is tied to 'nobody'", lambda: [Categorical("y", {"x": 2}, 2, tie="nobody"), y("z", y=2)]
+        errors.UnknownComponentError,
+        "'y' is tied to 'nobody'",
+        lambda: [Categorical("y", {"x": 2}, 2, tie="nobody"), y("z", y=2)],
     ),
     "tied in a circle": (
         errors.CycleError,
@@ -127,11 +149,14 @@ BAD_GRAPHS = {
         lambda: [Categorical("y", {"x": 2}, 2, tie="z"), Categorical("z", {"y": 2}, 2, tie="y")],
     ),
     "tied to another shape": (
-        errors.CardinalityError, r"'z' is tied to 'y'.*\(2, 2\).*\(2, 3\)",
+        errors.CardinalityError,
+        r"'z' is tied to 'y'.*\(2, 2\).*\(2, 3\)",
         lambda: [y("y"), Categorical("z", {"y": 2}, 3, tie="y")],
     ),
     "tied to a tool": (
-        errors.GraphError, "'z' is tied to 't'", lambda: [Tool("t", ["x"], abs), Categorical("z", {"t": 2, "x": 2}, 3, tie="t")]
+        errors.GraphError,
+        "'z' is tied to 't'",
+        lambda: [Tool("t", ["x"], abs), Categorical("z", {"t": 2, "x": 2}, 3, tie="t")],
     ),
 }
 
@@ -167,14 +192,26 @@ BAD_TRACES = {
     "lacks a component": (errors.MissingParentError, "'z'", {"x": X, "y": X}),
     "lacks the input": (errors.MissingParentError, "'x'", {"y": X, "z": X}),
     "rows differ": (errors.BatchMismatchError, "'y': 3", {"x": X, "y": rs.longs(0, 1, 1), "z": X}),
-    "value too large": (errors.ValueRangeError, "'z', row 1: z = 3 lies outside 0..2", {"x": X, "y": X, "z": rs.longs(0, 3)}),
+    "value too large": (
+        errors.ValueRangeError,
+        "'z', row 1: z = 3 lies outside 0..2",
+        {"x": X, "y": X, "z": rs.longs(0, 3)},
+    ),
     "value negative": (errors.ValueRangeError, "'y', row 0: y = -1", {"x": X, "y": rs.longs(-1, 0), "z": X}),
-    "input too large": (errors.ValueRangeError, "'y', row 1: x = 2 lies outside 0..1", {"x": rs.longs(0, 2), "y": X, "z": X}),
+    "input too large": (
+        errors.ValueRangeError,
+        "'y', row 1: x = 2 lies outside 0..1",
+        {"x": rs.longs(0, 2), "y": X, "z": X},
+    ),
     "not a whole number": (errors.ValueRangeError, "integers 0..2", {"x": X, "y": X, "z": torch.tensor([0.0, 1.0])}),
     "NaN": (errors.ValueRangeError, "integers 0..2", {"x": X, "y": X, "z": torch.tensor([0.0, torch.nan])}),
     "None": (errors.ValueRangeError, "'z'.*None", {"x": X, "y": X, "z": [0, None]}),
     "text": (errors.ValueRangeError, "'z'.*'a'", {"x": X, "y": X, "z": ["a", "b"]}),
-    "two columns": (errors.BatchMismatchError, r"'z'.*\(2, 2\)", {"x": X, "y": X, "z": torch.zeros(2, 2, dtype=torch.long)}),
+    "two columns": (
+        errors.BatchMismatchError,
+        r"'z'.*\(2, 2\)",
+        {"x": X, "y": X, "z": torch.zeros(2, 2, dtype=torch.long)},
+    ),
 }
 
 

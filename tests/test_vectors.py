@@ -36,7 +36,9 @@ def check_gradients(spec, case, loss, expected):
 def traces(spec, pairs):
     names = [component["name"] for component in spec["components"]]
     x = {"x": torch.tensor([pair["x"] for pair in pairs])}
-    return [x | {name: torch.tensor([pair[side][name] for pair in pairs]) for name in names} for side in ("winner", "loser")]
+    return [
+        x | {name: torch.tensor([pair[side][name] for pair in pairs]) for name in names} for side in ("winner", "loser")
+    ]
 
 
 def test_both_files_are_here():

@@ -43,6 +43,10 @@ class Tool(Component):
         super().__init__(name, parents)
         if not callable(function):
             raise errors.GraphError(f"component {name!r}: function must be callable, found {function!r}")
+        if cardinality is not None and (isinstance(cardinality, bool) or not isinstance(cardinality, int) or cardinality < 1):
+            raise errors.CardinalityError(
+                f"component {name!r}: the cardinality must be None or a positive whole number, found {cardinality!r}"
+            )
         self.function, self.cardinality = function, cardinality
 
     def _values(self, parent_values: Mapping[str, Batch]) -> list:

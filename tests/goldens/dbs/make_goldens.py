@@ -145,7 +145,8 @@ def draw_case(rng, number):
     mode = rng.choice(["pad", "pad", "pad", "ignore"])
     if mode == "ignore":
         pad = rng.choice([i for i in range(vocabulary) if i not in eos])
-    prompts = [[rng.choice([*range(vocabulary), *eos, pad]) for _ in range(rng.randint(1, 9))] for _ in range(rng.choice([1, 2, 3]))]
+    words = [*range(vocabulary), *eos, pad]  # EOS and pad ids also occur inside prompts
+    prompts = [[rng.choice(words) for _ in range(rng.randint(1, 9))] for _ in range(rng.choice([1, 2, 3]))]
     width = max(map(len, prompts))
     return {
         "id": f"own-{number:03d}",
