@@ -105,6 +105,17 @@ def check_cache(cache, rows: int) -> None:
         raise UnknownCacheError(f"{rows} rows, but tensors of shapes {shapes}")
 
 
+def check_padding(cache) -> None:
+    """Raise UnknownCacheError for a cache that a model brings itself: its states may count pad columns as text.
+
+    Found by comparison with unpadded forwards: transformers' shared caches are safe, MiniMax's and DeepSeek-V4's are not.
+    """
+    kinds = {type(part) for part in (cache, *getattr(cache, "layers", ()))}
+    strange = sorted(kind.__name__ for kind in kinds if kind.__module__ != "transformers.cache_utils")
+    if strange:
+        raise UnknownCacheError(f"padded prompts and a cache of the model's own: {strange}")
+
+
 def select_cache_rows(cache, index: Int[Tensor, " R"]) -> None:
     """Replace every tensor of a cache by its rows `index`, in place; rows may repeat.
 
@@ -141,6 +152,8 @@ class CachedRows:
         self.next_position = positions[:, -1:] + 1
         self.logits, self.cache = self._read(input_ids, positions, None)
         check_cache(self.cache, len(input_ids))
+        if not bool(attention_mask.all()):
+            check_padding(self.cache)
 
     def _read(self, input_ids: Tensor, positions: Tensor, cache):
         given = {"attention_mask": self.mask, "position_ids": positions, "use_cache": True}

@@ -5,7 +5,9 @@ SysDPO-Direct (E6), SysDPO-Sampling (E7) and the baseline Separate-DPO (E9).
 
 import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +44,9 @@ class Objective:
 
     def __init__(self, beta: float):
         self.beta = errors.check_beta(beta)
+        self.at_start = False  # whether the policy is known to be the frozen start (see `cache_reference`)
+        self.prepared: dict[str, dict[str, Any]] = {}  # what was drawn then, and for which system
+        self.prepared_for: Callable[[], Any] = lambda: None
 
     def __call__(self, system: "CompoundSystem", batch: PairBatch, generator: torch.Generator | None = None) -> PairLoss:
         raise NotImplementedError
@@ -49,13 +54,24 @@ class Objective:
     @property
     def settings(self) -> dict[str, Any]:
         """What must be the same when a run is resumed."""
-        return {"objective": self.name, "beta": self.beta}
+        return {"name": self.name, "beta": self.beta}
 
     def check(self, system: "CompoundSystem", pairs: Pairs) -> None:
         """Named error when the pairs, or the system, do not fit; called before the first step."""
 
-    def reset(self) -> None:
-        """Forget what was drawn; called when a run starts."""
+    def reset(self, system: "CompoundSystem") -> None:
+        """Forget what was drawn, but not what `cache_reference` drew for this system; called when a run starts."""
+
+    def scored(self, system: "CompoundSystem", batch: PairBatch, generator: torch.Generator | None) -> list[tuple[dict, list]]:
+        """What the reference is asked for: [(trace, components scored on it)]; draws what is to be kept."""
+        raise errors.UnknownOptionError(f"{self!r} asks for other values in each step, so its reference cannot be cached")
+
+    def _prepared(self, system: "CompoundSystem") -> dict[str, dict[str, Any]]:
+        return dict(self.prepared) if self.prepared_for() is system else {}
+
+    def _start(self, system: "CompoundSystem"):
+        """The context in which values of the frozen start are drawn."""
+        return nullcontext() if self.at_start else system.reference()
 
     def state_dict(self) -> dict[str, Any]:
         """What was drawn and must be kept: values that a checkpoint can hold."""
@@ -65,7 +81,7 @@ class Objective:
         """Take over what `state_dict` returned."""
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.settings.items() if k != 'objective')})"
+        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.settings.items() if k != 'name')})"
 
 
 # --- direct -----------------------------------------------------------------------------------------------------------------
@@ -83,6 +99,9 @@ class _Direct(Objective):
 
     def __call__(self, system, batch, generator=None):
         return losses.direct_loss(system, batch.chosen, batch.rejected, self.beta, generator=generator)
+
+    def scored(self, system, batch, generator):
+        return [(side, system.order) for side in (batch.chosen, batch.rejected)]
 
 
 def direct(beta: float) -> Objective:
@@ -125,8 +144,8 @@ class _Sampling(Objective):
                 "training.sampling(..., from_traces=True), which reads the outputs and draws its own intermediates"
             )
 
-    def reset(self):
-        self.sets = {}
+    def reset(self, system):
+        self.sets = self._prepared(system)
 
     def state_dict(self):
         return {"sets": dict(self.sets)}
@@ -155,10 +174,20 @@ class _Sampling(Objective):
         if new:
             wanted = dict(sorted(new.items(), key=lambda item: item[1]))
             chosen = {name: take_rows(batch, list(wanted.values())) for name, batch in inputs.items()}
-            with system.reference():
+            with self._start(system):
                 drawn = self._draw(system, chosen, generator)
             self.sets |= {key: _entry(drawn, row) for row, key in enumerate(wanted)}
+            self.prepared = dict(self.sets) if self.at_start else self.prepared
         return _gather([self.sets[key] for key in keys])
+
+    def scored(self, system, batch, generator):
+        if not self.fixed:
+            return super().scored(system, batch, generator)
+        values, log_weights, _ = self._intermediates(system, batch.inputs, generator)
+        sides = (side[system.output] if batch.is_trace else side for side in (batch.chosen, batch.rejected))
+        rows, size = log_weights.shape
+        trace = losses._assignments(system, batch.inputs, values, rows, size)
+        return [(trace, system.hidden), (losses._with_both_finals(system, trace, *sides, size), [system.output])]
 
     def _draw(self, system, inputs, generator):
         # dropout would make the policy that draws another one than the policy that is trained
@@ -266,8 +295,8 @@ class _Separate(Objective):
                 "separate needs pairs of whole traces here"
             )
 
-    def reset(self):
-        self.parents = {}
+    def reset(self, system):
+        self.parents = self._prepared(system)
 
     def state_dict(self):
         return {"parents": dict(self.parents)}
@@ -283,6 +312,13 @@ class _Separate(Objective):
         rest = [name for name in system.order if name not in names]
         extras = {"separate": ", ".join(names), "left_out": ", ".join(rest)}
         return dataclasses.replace(_added(gaps, self.beta, kept), extras=extras)
+
+    def scored(self, system, batch, generator):
+        names = trained_separately(system, batch.is_trace)
+        if batch.is_trace:
+            return [(side, names) for side in (batch.chosen, batch.rejected)]
+        parents = self._drawn_parents(system, batch, generator)
+        return [({**parents, name: side}, [name]) for name in names for side in (batch.chosen, batch.rejected)]
 
     def _trace_gaps(self, system, batch, names, generator):
         return losses.component_gaps(system, batch.chosen, batch.rejected, names, generator=generator)
@@ -303,10 +339,11 @@ class _Separate(Objective):
         new = [row for row, key in enumerate(keys) if key not in self.parents]
         if new and system.hidden:
             inputs = {name: take_rows(value, new) for name, value in batch.inputs.items()}
-            with evaluating(system), system.reference():
+            with evaluating(system), self._start(system):
                 drawn = samplers.monte_carlo(system, inputs, 1, generator=generator).values
             for place, row in enumerate(new):
                 self.parents[keys[row]] = {name: _plain(value[place][0]) for name, value in drawn.items()}
+            self.prepared = dict(self.parents) if self.at_start else self.prepared
         hidden = {name: collate([self.parents[key][name] for key in keys]) for name in system.hidden}
         return {**batch.inputs, **hidden}
 
@@ -361,3 +398,49 @@ def separate(beta: float) -> Objective:
     separate(beta=0.1)
     """
     return _Separate(beta)
+
+
+# --- references that are known beforehand -------------------------------------------------------------------------------------
+
+
+def cache_reference(
+    system: "CompoundSystem",
+    pairs: Pairs,
+    objective: Objective,
+    generator: torch.Generator | None = None,
+    batch_size: int = 8,
+) -> int:
+    """Score once, before training, all that the objective will ask of components made with reference="cached".
+
+    Intermediates that the objective keeps (a fixed set, Separate's parents) are drawn here, from the present weights,
+    which must be the start's; each component says so when they are not.
+
+    Args:
+        system, pairs, objective: as for `train`; sampling needs fixed=True.
+        generator: for what is drawn. None: seed 0. After a restart the same seed gives the same sets.
+        batch_size: pairs at a time.
+
+    Returns:
+        number of log-probabilities that are kept.
+
+    Raises:
+        UnknownOptionError: the objective draws anew in each step, or no component has a cached reference.
+    """
+    cached = [name for name in system.order if getattr(system[name], "strategy", None) == "cached"]
+    if not cached:
+        raise errors.UnknownOptionError("no component was made with reference='cached'; there is nothing to store")
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    objective.check(system, pairs)
+    kept = dict.fromkeys(cached, 0)
+    objective.at_start, objective.prepared, objective.prepared_for = True, {}, weakref.ref(system)
+    objective.reset(system)
+    try:
+        with evaluating(system):
+            for start in range(0, len(pairs), batch_size):
+                batch = pairs.batch(range(start, min(start + batch_size, len(pairs))))
+                for trace, names in objective.scored(system, batch, generator):
+                    for name in (name for name in names if name in kept):
+                        kept[name] = system[name].cache_reference(trace[name], system.parent_values(name, trace))
+    finally:
+        objective.at_start = False
+    return sum(kept.values())

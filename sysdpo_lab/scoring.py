@@ -117,6 +117,24 @@ def accepts(model: nn.Module, argument: str) -> bool:
     return argument in _parameters(type(model).forward)
 
 
+@contextmanager
+def contiguous_head(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model's head sees contiguous input.
+
+    A model that keeps only some positions hands its head a view. For a frozen head torch then multiplies row by row and
+    copies the whole head once a row: seconds and gigabytes for a large vocabulary, with equal results.
+    """
+    head = model.get_output_embeddings()
+    if head is None:
+        yield
+        return
+    hook = head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(), *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def completion_logits(model: nn.Module, packed: Packed) -> Float[Tensor, "N C V"]:
     """The logits that predict the completions; earlier positions never reach the head where the model allows that."""
     device = model.get_input_embeddings().weight.device
@@ -126,7 +144,8 @@ def completion_logits(model: nn.Module, packed: Packed) -> Float[Tensor, "N C V"
         options["position_ids"] = packed.position_ids.to(device)
     if accepts(model, "use_cache"):
         options["use_cache"] = False
-    output = model(input_ids=packed.input_ids.to(device), attention_mask=packed.attention_mask.to(device), **options)
+    with contiguous_head(model):
+        output = model(input_ids=packed.input_ids.to(device), attention_mask=packed.attention_mask.to(device), **options)
     return output.logits[:, -width:]
 
 

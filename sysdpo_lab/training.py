@@ -24,13 +24,13 @@ from sysdpo_lab.decoding import evaluating
 from sysdpo_lab.fingerprints import digest, frozen_parts
 from sysdpo_lab.history import History, HistoryFile, plain, read
 from sysdpo_lab.losses import PairLoss
-from sysdpo_lab.objectives import Objective, direct, sampling, separate
+from sysdpo_lab.objectives import Objective, cache_reference, direct, sampling, separate
 from sysdpo_lab.options import Deadline, Settings, streams, whole
 from sysdpo_lab.preferences import Pairs
 from sysdpo_lab.summaries import check_finite, detached, merged, nothing, summary
 from sysdpo_lab.system import CompoundSystem
 
-__all__ = ["History", "Objective", "direct", "margins", "sampling", "separate", "train"]
+__all__ = ["History", "Objective", "cache_reference", "direct", "margins", "sampling", "separate", "train"]
 
 PATIENCE = 32  # pairs in a row without a margin, or without diversity, that are no accident
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class _Loop:
     # -- start, end and files ----------------------------------------------------------------------------------------
     def open(self, resume: bool) -> None:
         """Start afresh, or from the newest checkpoint."""
-        self._objective("reset")
+        self._objective("reset", self.system)
         if self.out is not None:
             checkpoints.clean(self.out)
             found = checkpoints.newest(self.out) if resume else None
@@ -386,10 +386,10 @@ class _Loop:
         """Everything that must be the same for a resumed run to be the same run; the seed is in the generators."""
         own = getattr(self.objective, "settings", None)
         if not isinstance(own, Mapping):
-            own = {"objective": getattr(self.objective, "__qualname__", type(self.objective).__name__)}
+            own = {"name": getattr(self.objective, "__qualname__", type(self.objective).__name__)}
         rows = [[pair.inputs, pair.chosen, pair.rejected] for pair in self.pairs]
         return plain({
-            **own,
+            **{f"objective's {key}": value for key, value in own.items()},  # an option may be called "lr", too
             **self.settings.compared(),
             "generator's device": self.draws.device.type,
             "lr": {group.name: group.lr for group in self.groups},

@@ -25,7 +25,8 @@ def test_messages_survive_printing_and_pickling(kind):
 
 @pytest.mark.parametrize(("kind", "builtin"), [
     (errors.CycleError, ValueError), (errors.UnknownComponentError, KeyError), (errors.CardinalityError, errors.TableError),
-    (errors.NonFiniteError, ArithmeticError), (errors.UnsupportedSamplerError, TypeError), (errors.TiedFreezeWarning, UserWarning),
+    (errors.NonFiniteError, ArithmeticError),
+    (errors.UnsupportedSamplerError, TypeError), (errors.TiedFreezeWarning, UserWarning),
 ])  # fmt: skip
 def test_errors_are_also_what_a_caller_would_expect(kind, builtin):
     assert issubclass(kind, builtin)

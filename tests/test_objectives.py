@@ -144,7 +144,7 @@ def test_a_fixed_set_survives_in_its_state():
     other = training.sampling(BETA, "gumbel_top_k", 2, fixed=True, weights="horvitz_thompson")
     other.load_state_dict(one.state_dict())
     assert torch.equal(other(system, batch, seeded(99)).margin, wanted.margin)
-    other.reset()
+    other.reset(system)
     assert not torch.equal(other(system, batch, seeded(99)).margin, wanted.margin)
 
 
@@ -282,10 +282,10 @@ def test_a_pair_that_one_component_cannot_score_is_dropped_from_all():
 
 
 def test_objectives_say_what_they_are():
-    assert training.separate(0.1).settings == {"objective": "separate", "beta": 0.1}
+    assert training.separate(0.1).settings == {"name": "separate", "beta": 0.1}
     found = training.sampling(0.1, samplers.monte_carlo, 4, weights="importance").settings
     assert found == {
-        "objective": "sampling", "beta": 0.1, "sampler": "monte_carlo", "k": 4, "repeats": "drop", "fixed": False,
+        "name": "sampling", "beta": 0.1, "sampler": "monte_carlo", "k": 4, "repeats": "drop", "fixed": False,
         "weights": "importance",
     }  # fmt: skip
 

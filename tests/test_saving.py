@@ -2,6 +2,8 @@
 
 import functools
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -156,6 +158,18 @@ def edit(folder, change):
     path.write_text(json.dumps(spec))
 
 
+def rename_function(folder, path):
+    set_config(folder, 1, function=path)
+
+
+def set_config(folder, number, **values):
+    edit(folder, lambda spec: spec["components"][number]["config"].update(values))
+
+
+def drop_cardinality(folder):
+    edit(folder, lambda spec: spec["components"][0]["config"].pop("cardinality"))
+
+
 def table_of(folder, name):
     return next(folder.glob(f"components/*_{name}")) / "table.safetensors"
 
@@ -178,19 +192,19 @@ BROKEN = {
     "no components": ("system.json.*components", lambda f: edit(f, lambda s: s.pop("components"))),
     "no output": ("system.json.*output", lambda f: edit(f, lambda s: s.pop("output"))),
     "no config": ("system.json.*config", lambda f: edit(f, lambda s: s["components"][0].pop("config"))),
-    "broken config": ("system.json.*cardinality", lambda f: edit(f, lambda s: s["components"][0]["config"].pop("cardinality"))),
-    "bad cardinality": ("system.json.*'z'", lambda f: edit(f, lambda s: s["components"][0]["config"].update(cardinality="3"))),
+    "broken config": ("system.json.*cardinality", drop_cardinality),
+    "bad cardinality": ("system.json.*'z'", lambda f: set_config(f, 0, cardinality="3")),
     "wrong output": ("system.json.*'nobody'", lambda f: edit(f, lambda s: s.update(output="nobody"))),
-    "tied to nobody": ("system.json.*'nobody'", lambda f: edit(f, lambda s: s["components"][2]["config"].update(tie="nobody"))),
+    "tied to nobody": ("system.json.*'nobody'", lambda f: set_config(f, 2, tie="nobody")),
     "frozen nobody": ("system.json.*'nobody'", lambda f: edit(f, lambda s: s.update(frozen=["nobody"]))),
-    "component lost": ("components/00_z: the folder of component 'z' is missing", lambda f: [p.unlink() for p in [table_of(f, "z")]] and table_of(f, "z").parent.rmdir()),
+    "component lost": ("components/00_z: the folder of component 'z' is missing", lambda f: shutil.rmtree(table_of(f, "z").parent)),
     "table lost": ("00_z/table.safetensors: there is no such file", lambda f: table_of(f, "z").unlink()),
-    "table cut": ("table.safetensors: not a safetensors file", lambda f: table_of(f, "z").write_bytes(table_of(f, "z").read_bytes()[:40])),
+    "table cut": ("table.safetensors: not a safetensors file", lambda f: os.truncate(table_of(f, "z"), 40)),
     "table empty": ("table.safetensors: not a safetensors file", lambda f: table_of(f, "z").write_bytes(b"")),
     "another shape": ("table.safetensors: 'logits' is missing or of another shape", shrink),
     "no reference": ("table.safetensors: 'reference' is missing", lose_reference),
-    "function gone": ("'tests.random_systems:nowhere' cannot be imported", lambda f: edit(f, lambda s: s["components"][1]["config"].update(function="tests.random_systems:nowhere"))),
-    "module gone": ("'no_such_module:f' cannot be imported", lambda f: edit(f, lambda s: s["components"][1]["config"].update(function="no_such_module:f"))),
+    "function gone": ("'tests.random_systems:nowhere' cannot be imported", lambda f: rename_function(f, "tests.random_systems:nowhere")),
+    "module gone": ("'no_such_module:f' cannot be imported", lambda f: rename_function(f, "no_such_module:f")),
     "outside the folder": ("system.json.*outside", lambda f: edit(f, lambda s: s["components"][0].update(folder="../other"))),
 }  # fmt: skip
 

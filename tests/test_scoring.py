@@ -84,6 +84,17 @@ def test_only_completion_positions_reach_the_head(kind):
     assert seen == [5]
 
 
+def test_a_frozen_head_is_not_copied_once_a_row():
+    model = tiny.model().requires_grad_(False)
+    plain = score(model)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        scoring.completion_logits(model, scoring.pack(PROMPTS, COMPLETIONS, 0))
+    names = [event.key for event in profile.key_averages()]
+    assert "aten::mm" in names and "aten::bmm" not in names
+    torch.testing.assert_close(plain, score(tiny.model()), atol=1e-6, rtol=0)
+    assert not model.lm_head._forward_pre_hooks
+
+
 def test_models_without_the_option_are_sliced(monkeypatch):
     model = tiny.model()
     full = score(model)

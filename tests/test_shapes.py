@@ -23,7 +23,8 @@ b["z"] = (a["z"] + 1) % 4
 losses.direct_loss(system, a, b, 0.5).loss.backward()
 for sampler, options in (
     (samplers.enumerate_all, {}), (samplers.monte_carlo, {"k": 3}), (samplers.monte_carlo, {"k": 1, "weights": "importance"}),
-    (samplers.diverse_beam, {"k": 4}), (samplers.gumbel_top_k, {"k": 2}), (samplers.gumbel_top_k, {"k": 20, "weights": "horvitz_thompson"}),
+    (samplers.diverse_beam, {"k": 4}), (samplers.gumbel_top_k, {"k": 2}),
+    (samplers.gumbel_top_k, {"k": 20, "weights": "horvitz_thompson"}),
 ):
     c = sampler(system, {"x": x}, generator=g, **options)
     for repeats in ("drop", "count"):

@@ -18,15 +18,26 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from sysdpo_lab import CompoundSystem, alignment, checkpoints, errors, exact, losses, optimisation, training
-from sysdpo_lab.components import Categorical, Tool
+from sysdpo_lab import CompoundSystem, alignment, checkpoints, errors, exact, losses, optimisation, scoring, training
+from sysdpo_lab.components import Categorical, CausalLM, Tool
 from sysdpo_lab.history import read
 from sysdpo_lab.losses import PairLoss
 from sysdpo_lab.options import Order, Settings
 from sysdpo_lab.preferences import Pairs
+from tests import tiny
 from tests.training_cases import (
-    Letters, chain, equal, finals, letters_finals, letters_system, letters_traces, same_type_chain, traces, weights, without_times,
-)  # fmt: skip
+    Letters,
+    chain,
+    equal,
+    finals,
+    letters_finals,
+    letters_system,
+    letters_traces,
+    same_type_chain,
+    traces,
+    weights,
+    without_times,
+)
 
 BETA = 0.5
 
@@ -125,7 +136,8 @@ def test_accumulated_gradients_are_those_of_the_big_batch(make, size, times):
 def test_the_setting_of_accelerate_in_the_environment_changes_nothing(monkeypatch):
     def run():
         system = chain()
-        training.train(system, traces(), training.direct(BETA), steps=2, lr=0.5, optimizer="sgd", clip=None, accumulate=2, batch_size=3)
+        options = {"optimizer": "sgd", "clip": None, "accumulate": 2, "batch_size": 3}
+        training.train(system, traces(), training.direct(BETA), steps=2, lr=0.5, **options)
         return weights(system)
 
     wanted = run()
@@ -138,7 +150,8 @@ def test_clipping_bounds_the_norm_over_all_components_together():
     def movement(clip):
         system = chain()
         before = weights(system)
-        history = training.train(system, traces(), training.direct(5.0), steps=1, lr=1.0, optimizer="sgd", clip=clip, batch_size=11)
+        options = {"lr": 1.0, "optimizer": "sgd", "clip": clip, "batch_size": 11}
+        history = training.train(system, traces(), training.direct(5.0), steps=1, **options)
         moved = torch.cat([(weights(system)[n] - before[n]).reshape(-1) for n in before])
         return moved, history[0]["grad_norm_total"]
 
@@ -185,7 +198,8 @@ def test_each_epoch_takes_every_pair_once_in_a_new_order_that_the_objective_cann
 def test_no_generator_means_seed_zero():
     systems = [chain(), chain(), chain()]
     for system, generator in zip(systems, (None, seeded(0), seeded(1))):
-        training.train(system, finals(), training.sampling(BETA, "monte_carlo", 2), steps=4, lr=0.1, batch_size=4, generator=generator)
+        objective = training.sampling(BETA, "monte_carlo", 2)
+        training.train(system, finals(), objective, steps=4, lr=0.1, batch_size=4, generator=generator)
     assert equal(weights(systems[0]), weights(systems[1])) and not equal(weights(systems[0]), weights(systems[2]))
 
 
@@ -280,7 +294,8 @@ WRONG = {
 def test_wrong_options_are_named_and_change_nothing(tmp_path, options, kind, says):
     system = with_tool()
     before = weights(system)
-    given = {"pairs": finals(), "objective": training.sampling(BETA, "enumerate_all"), "steps": 2, "out": tmp_path / "run", **options}
+    given = {"pairs": finals(), "objective": training.sampling(BETA, "enumerate_all"), "steps": 2, "out": tmp_path / "run"}
+    given |= options
     with pytest.raises(kind, match=says):
         training.train(system, **given)
     assert equal(weights(system), before) and all(p.requires_grad for p in system.parameters())
@@ -385,10 +400,15 @@ def test_a_step_that_changes_nothing_is_an_error(monkeypatch):
 
 
 def test_half_precision_weights_are_warned_about_and_an_update_that_they_lose_is_an_error():
-    with pytest.warns(errors.HalfPrecisionWarning, match="'draft'.*bfloat16"), pytest.raises(errors.NoUpdateError, match="bfloat16"):
-        training.train(letters_system(dtype=torch.bfloat16), letters_traces(), training.direct(BETA), steps=1, lr=1e-5)
+    def step(lr):
+        training.train(letters_system(dtype=torch.bfloat16), letters_traces(), training.direct(BETA), steps=1, lr=lr)
+
+    with pytest.raises(errors.NoUpdateError, match="bfloat16"):
+        with pytest.warns(errors.HalfPrecisionWarning, match="bfloat16") as caught:
+            step(1e-5)
+    assert ["'draft'" in str(w.message) for w in caught] == [True, False]
     with pytest.warns(errors.HalfPrecisionWarning):
-        training.train(letters_system(dtype=torch.bfloat16), letters_traces(), training.direct(BETA), steps=1, lr=0.1)
+        step(0.1)
     small = letters_system()  # float32: the same rate moves every weight that has a gradient
     before = weights(small)
     training.train(small, letters_traces(), training.direct(BETA), steps=1, lr=1e-5)
@@ -474,21 +494,18 @@ def test_no_margin_at_all_is_an_error():
 # --- resuming ---------------------------------------------------------------------------------------------------------------
 
 
-def draft_or_final(seed=0):
-    return same_type_chain(seed)
-
-
+DECAY = {"weight_decay": 0.1}
 RUNS = {
     "direct": (chain, traces, lambda: training.direct(BETA), {}),
-    "direct, decay, linear": (chain, traces, lambda: training.direct(BETA), {"weight_decay": 0.1, "schedule": "linear", "warmup": 3}),
+    "direct, decay, linear": (chain, traces, lambda: training.direct(BETA), {**DECAY, "schedule": "linear", "warmup": 3}),
     "direct, sgd": (chain, traces, lambda: training.direct(BETA), {"optimizer": "sgd"}),
     "direct, accumulated": (chain, traces, lambda: training.direct(BETA), {"batch_size": 2, "accumulate": 2}),
     "direct, one component": (chain, traces, lambda: training.direct(BETA), {"lr": {"z": 0.1}}),
     "monte carlo": (chain, finals, lambda: training.sampling(BETA, "monte_carlo", 3), {}),
     "gumbel, weighted": (chain, finals, lambda: training.sampling(BETA, "gumbel_top_k", 2, weights="horvitz_thompson"), {}),
-    "monte carlo, fixed": (chain, finals, lambda: training.sampling(BETA, "monte_carlo", 3, fixed=True), {"batch_size": 3}),
-    "separate": (draft_or_final, finals, lambda: training.separate(BETA), {"batch_size": 3}),
-    "dropout": (lambda: letters_system(0.5), letters_finals, lambda: training.sampling(BETA, "monte_carlo", 2), {"batch_size": 3}),
+    "monte carlo, fixed": (chain, finals, lambda: training.sampling(BETA, "monte_carlo", 20, fixed=True), {"batch_size": 3}),
+    "separate": (same_type_chain, finals, lambda: training.separate(BETA), {"batch_size": 3}),
+    "dropout": (lambda: letters_system(0.2), letters_finals, lambda: training.sampling(BETA, "monte_carlo", 2), {}),
 }
 
 
@@ -505,7 +522,8 @@ def test_ten_steps_are_some_steps_and_the_rest_after_a_resume(tmp_path, name, cu
     training.train(make(), data(), objective(), 10, out=tmp_path, stop_after=cut, **options_of(name))
     # another process has new objects, and a generator in another state
     resumed = make()
-    found = training.train(resumed, data(), objective(), 10, out=tmp_path, resume=True, **{**options_of(name), "generator": seeded(77)})
+    options = {**options_of(name), "generator": seeded(77)}
+    found = training.train(resumed, data(), objective(), 10, out=tmp_path, resume=True, **options)
     assert equal(weights(resumed), weights(whole))
     assert without_times(found) == without_times(wanted) == without_times(read(tmp_path))
     assert checkpoints.newest(tmp_path).step == 10 and len(checkpoints.folders(tmp_path)) == 2
@@ -519,12 +537,11 @@ def test_resuming_needs_what_a_checkpoint_holds(tmp_path):
     training.train(make(), data(), objective(), 10, out=tmp_path, stop_after=5, **options_of("monte carlo"))
     good = checkpoints.newest(tmp_path)
     for part in ("draws", "order", "permutation", "optimizer/z/logits/exp_avg", "optimizer/z/logits/step", "weights/y/logits"):
-        tensors = dict(good.tensors)
-        state = part in ("draws", "order")
-        tensors[part] = seeded(1).get_state() if state else good.tensors[part].flip(0) if good.tensors[part].dim() else torch.zeros(())
-        checkpoints.save(tmp_path / part.replace("/", "-"), checkpoints.Checkpoint(good.step, tensors, good.state))
-        mutant = make()
-        training.train(mutant, data(), objective(), 10, out=tmp_path / part.replace("/", "-"), resume=True, **options_of("monte carlo"))
+        old = good.tensors[part]
+        new = seeded(1).get_state() if part in ("draws", "order") else old.flip(0) if old.dim() else torch.zeros(())
+        out, mutant = tmp_path / part.replace("/", "-"), make()
+        checkpoints.save(out, checkpoints.Checkpoint(good.step, {**good.tensors, part: new}, good.state))
+        training.train(mutant, data(), objective(), 10, out=out, resume=True, **options_of("monte carlo"))
         assert not equal(weights(mutant), weights(whole)), part
 
 
@@ -589,12 +606,13 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path):
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path):
     whole, resumed = chain(), chain()
-    training.train(whole, traces(), training.direct(BETA), 6, lr=0.1, batch_size=4)
-    training.train(chain(), traces(), training.direct(BETA), 6, lr=0.1, batch_size=4, out=tmp_path, checkpoint_every=1, stop_after=4)
+    options = {"lr": 0.1, "batch_size": 4}
+    training.train(whole, traces(), training.direct(BETA), 6, **options)
+    training.train(chain(), traces(), training.direct(BETA), 6, out=tmp_path, checkpoint_every=1, stop_after=4, **options)
     with open(checkpoints.folder_of(tmp_path, 4) / checkpoints.TENSORS, "ab") as file:
         file.write(b"x")
     with pytest.warns(errors.DamagedCheckpointWarning, match="step-000004"):
-        found = training.train(resumed, traces(), training.direct(BETA), 6, lr=0.1, batch_size=4, out=tmp_path, resume=True)
+        found = training.train(resumed, traces(), training.direct(BETA), 6, out=tmp_path, resume=True, **options)
     assert equal(weights(resumed), weights(whole)) and found.column("step") == [1, 2, 3, 4, 5, 6]
 
 
@@ -649,7 +667,8 @@ def test_an_interrupt_keeps_all_whole_steps_and_is_raised_again(tmp_path, moment
         if moment == "update":
             real, count = torch.optim.AdamW.step, iter(range(1, 9))
             patch.setattr(torch.optim.AdamW, "step", lambda self: raise_interrupt() if next(count) == 4 else real(self))
-        training.train(system, finals(), **{"objective": objective(), "steps": 7, "out": tmp_path, "checkpoint_every": 2, **options, **how})
+        given = {"objective": objective(), "steps": 7, "out": tmp_path, "checkpoint_every": 2, **options, **how}
+        training.train(system, finals(), **given)
     assert checkpoints.newest(tmp_path).step == (2 if moment == "update" else 3)
     resumed = chain()
     found = training.train(resumed, finals(), objective(), 7, out=tmp_path, resume=True, **options)
@@ -716,16 +735,16 @@ def global_state_untouched():
 
 
 def test_training_with_dropout_leaves_global_random_state_alone_and_does_not_depend_on_it():
-    results = []
+    results, objective = [], training.sampling(BETA, "monte_carlo", 2)
     for _ in range(2):
         with global_state_untouched():
-            system = letters_system(dropout=0.5)
-            training.train(system, letters_finals(), training.sampling(BETA, "monte_carlo", 2), steps=3, lr=0.1, generator=seeded(4))
+            system = letters_system(dropout=0.2)
+            training.train(system, letters_finals(), objective, steps=3, lr=0.1, generator=seeded(4))
         torch.rand(5)
         results.append(weights(system))
     assert equal(*results)
     calm = letters_system(dropout=0.0)
-    training.train(calm, letters_finals(), training.sampling(BETA, "monte_carlo", 2), steps=3, lr=0.1, generator=seeded(4))
+    training.train(calm, letters_finals(), objective, steps=3, lr=0.1, generator=seeded(4))
     assert not equal(weights(calm), results[0])  # dropout was on
 
 
@@ -741,7 +760,7 @@ def disturbing(system):
 
 def test_an_evaluation_disturbs_nothing_and_is_logged():
     def run(**options):
-        system = letters_system(dropout=0.5)
+        system = letters_system(dropout=0.2)
         system["draft"].eval()
         with global_state_untouched():
             history = training.train(
@@ -750,7 +769,7 @@ def test_an_evaluation_disturbs_nothing_and_is_logged():
         assert system["answer"].training and not system["draft"].training
         return history, weights(system)
 
-    (plain, wanted), (history, found) = run(), run(evaluate=disturbing, evaluate_every=2)
+    (_, wanted), (history, found) = run(), run(evaluate=disturbing, evaluate_every=2)
     assert equal(found, wanted)
     assert [r["step"] for r in history if "evaluation" in r] == [2, 4, 5]
     assert history[-1]["evaluation"] == {"value": 0.25, "tensor": 2.0, "none": None}
@@ -920,6 +939,115 @@ def test_sampling_over_all_intermediates_reaches_it_from_finals_alone():
     training.train(system, pairs, population, steps=300, lr=0.1, batch_size=12, optimizer="adam", clip=None)
     judge = reward[:, :, None] - reward[:, None, :]
     assert alignment.gap(exact.marginal(system), judge, BETA, exact.marginal(system, reference=True)) < 1e-3
+
+
+# --- language models --------------------------------------------------------------------------------------------------------
+
+X = ["ab the cat", "a", "the abc: ab", "cab", "the"]
+WON, LOST = ["abc", "the a", "x: ab cab", "a", "b the"], ["the", "cab", "ab", "the the", "c"]
+
+
+def language_models(reference="auto", dropout=0.0) -> CompoundSystem:
+    """draft and refine: two adapters on one tiny base."""
+    from peft import LoraConfig
+
+    base, words = tiny.model(), tiny.tokenizer()
+    lora = LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
+    draft, refine = (
+        CausalLM(name, parents, base, words, template, lora, 5, reference=reference)
+        for name, parents, template in (("draft", ("x",), "{x}:"), ("refine", ("x", "draft"), "{x} {draft}:"))
+    )
+    return CompoundSystem([draft, refine], output="refine")
+
+
+def adapters(system: CompoundSystem) -> dict[str, torch.Tensor]:
+    return {f"{c.name} {i}": p.detach().clone() for c in system.components for i, p in enumerate(c.trainable())}
+
+
+LM_RUNS = {
+    "diverse beam": (lambda: training.sampling(BETA, "diverse_beam", 2), 0.0),
+    "monte carlo, dropout": (lambda: training.sampling(BETA, "monte_carlo", 2), 0.3),
+    "gumbel, fixed": (lambda: training.sampling(BETA, "gumbel_top_k", 2, fixed=True), 0.0),
+    "separate": (lambda: training.separate(BETA), 0.0),
+}
+
+
+@pytest.mark.parametrize("objective, dropout", LM_RUNS.values(), ids=LM_RUNS)
+def test_two_adapters_on_one_base_train_jointly_and_resume_bit_for_bit(tmp_path, objective, dropout):
+    options = {"lr": 0.02, "batch_size": 2}
+    pairs = Pairs.from_finals({"x": X}, WON, LOST)
+    whole, resumed = language_models(dropout=dropout), language_models(dropout=dropout)
+    start, base = adapters(whole), {n: p.clone() for n, p in weights(whole).items() if "lora" not in n}
+    history = training.train(whole, pairs, objective(), 5, **options)
+    assert history[0]["loss"] == pytest.approx(math.log(2) * (2 if "separate" in history[0] else 1), abs=1e-6)
+    assert [name for name, before in start.items() if torch.equal(adapters(whole)[name], before)] == []
+    assert equal({n: p for n, p in weights(whole).items() if "lora" not in n}, base)
+    training.train(language_models(dropout=dropout), pairs, objective(), 5, out=tmp_path, stop_after=2, **options)
+    found = training.train(resumed, pairs, objective(), 5, out=tmp_path, resume=True, **options)
+    assert equal(adapters(resumed), adapters(whole)) and without_times(found) == without_times(history)
+    checkpoints_hold = checkpoints.newest(tmp_path).tensors
+    assert {name.split("/")[1] for name in checkpoints_hold if name.startswith("weights/")} == {"draft", "refine"}
+
+
+def test_a_frozen_adapter_beside_a_trained_one_stays_bit_for_bit():
+    system = language_models()
+    before = adapters(system)
+    history = training.train(
+        system, Pairs.from_finals({"x": X}, WON, LOST), training.sampling(BETA, "diverse_beam", 2), 4, lr={"refine": 0.02}
+    )
+    after = adapters(system)
+    assert all(torch.equal(after[n], before[n]) == n.startswith("draft") for n in before)
+    assert history[0]["not_trained"] == ["draft"]
+    assert all(p.requires_grad for c in system.components for p in c.trainable())
+
+
+@pytest.mark.parametrize("kind", ["direct", "fixed", "separate"])
+def test_cached_references_give_the_same_run_without_scoring_the_reference(kind, monkeypatch):
+    if kind == "direct":
+        sides = [{"x": X, "draft": answers[::-1], "refine": answers} for answers in (WON, LOST)]
+        pairs, make = Pairs.from_traces(*sides), lambda: training.direct(BETA)
+    else:
+        pairs = Pairs.from_finals({"x": X}, WON, LOST)
+        fixed = training.sampling(BETA, "monte_carlo", 2, fixed=True)
+        make = (lambda: training.separate(BETA)) if kind == "separate" else lambda: fixed
+    system, objective = language_models(reference="cached"), make()
+    assert training.cache_reference(system, pairs, objective, seeded(5)) >= 10
+    other = language_models()
+    if kind != "direct":  # the other run is given the sets that were drawn while caching
+        state, twin = objective.state_dict(), make()
+        plain = training.train(other, pairs, Given(twin, state), 4, lr=0.02, batch_size=2)
+    else:
+        plain = training.train(other, pairs, make(), 4, lr=0.02, batch_size=2)
+    scored = []
+    real = scoring.sequence_log_probs
+    monkeypatch.setattr(
+        scoring, "sequence_log_probs", lambda *a, **k: scored.append(system["draft"].is_reference) or real(*a, **k)
+    )
+    found = training.train(system, pairs, objective, 4, lr=0.02, batch_size=2)
+    assert scored and not any(scored)
+    assert found.column("loss") == pytest.approx(plain.column("loss"), abs=1e-5)
+    assert found[-1]["loss"] < found[0]["loss"]
+
+
+class Given:
+    """An objective that starts with sets that another one drew."""
+
+    def __init__(self, objective, state):
+        self.objective, self.state = objective, state
+
+    def reset(self, system):
+        self.objective.load_state_dict(self.state)
+
+    def __call__(self, *arguments):
+        return self.objective(*arguments)
+
+
+def test_a_reference_that_cannot_be_cached_is_named():
+    pairs = Pairs.from_finals({"x": X}, WON, LOST)
+    with pytest.raises(errors.UnknownOptionError, match="other values in each step"):
+        training.cache_reference(language_models("cached"), pairs, training.sampling(BETA, "monte_carlo", 2))
+    with pytest.raises(errors.UnknownOptionError, match="reference='cached'"):
+        training.cache_reference(language_models(), pairs, training.separate(BETA))
 
 
 # --- small pieces -----------------------------------------------------------------------------------------------------------

@@ -57,28 +57,27 @@ def without_times(history) -> list[dict]:
 
 
 class Letters(Component):
-    """Texts of any length: each letter a..d is drawn from one softmax, whatever the parents are; float32, with dropout."""
+    """Texts of any length: each letter a..d is drawn from one softmax, turned by the last parent's last letter; with dropout."""
 
     def __init__(self, name, parents, dropout: float = 0.0, dtype: torch.dtype = torch.float32):
         super().__init__(name, parents)
         self.logits = nn.Parameter(torch.linspace(-1, 1, 4).to(dtype))
         self.register_buffer("start", self.logits.detach().clone())
         self.dropout = nn.Dropout(dropout)
-        self.modes: list[bool] = []
+
+    def _tables(self, parent_values):
+        weights = self.start if self.is_reference else self.dropout(self.logits)
+        return [torch.log_softmax(weights.float(), -1).roll(ord(text[-1])) for text in parent_values[self.parents[-1]]]
 
     def log_prob(self, value, parent_values):
-        table = self.start if self.is_reference else self.dropout(self.logits)
-        table = torch.log_softmax(table.float(), -1)
-        return torch.stack([table[[ord(letter) - ord("a") for letter in text]].sum() for text in value])
+        rows = zip(value, self._tables(parent_values))
+        return torch.stack([table[[ord(letter) - ord("a") for letter in text]].sum() for text, table in rows])
 
     def sample(self, parent_values, num_samples=1, generator=None):
-        self.modes.append(self.training)
-        probabilities = torch.softmax((self.start if self.is_reference else self.logits).detach().float(), -1)
+        def text(table) -> str:
+            return "".join("abcd"[i] for i in torch.multinomial(table.exp(), 3, True, generator=generator))
 
-        def text() -> str:
-            return "".join("abcd"[i] for i in torch.multinomial(probabilities, 3, True, generator=generator))
-
-        rows = [[text() for _ in range(num_samples)] for _ in range(self.check_parents(parent_values))]
+        rows = [[text(table) for _ in range(num_samples)] for table in self._tables(parent_values)]
         return [row[0] for row in rows] if num_samples == 1 else rows
 
     def greedy(self, parent_values):

@@ -404,7 +404,7 @@ class CausalLM(Component):
             )
         ids, mask = scoring.left_padded(prompts, self._pad)
         options |= {"max_new_tokens": longest, "eos_token_id": list(self.encoder.stop_ids), "pad_token_id": self._pad}
-        with self._acting() as network:
+        with self._acting() as network, scoring.contiguous_head(network):
             return search(network, ids.to(self.device), mask.to(self.device), **options)
 
     # -- files --------------------------------------------------------------------------------------------------------

@@ -156,6 +156,13 @@ def answers_of(context: "Context", row: str, system: CompoundSystem, inputs: Seq
     return found
 
 
+def start_answers(context: "Context", system: CompoundSystem, inputs: Sequence[str]) -> list[dict]:
+    """The start decodes greedily and its adapters add nothing yet: one measurement serves every seed."""
+    if "start" not in context.shared:
+        context.shared["start"] = answers_of(context, "prompted", system, inputs, seed=0)
+    return context.shared["start"]
+
+
 def score(x: str, answer: dict, chosen: str, start: dict | None) -> dict:
     """All metrics of one held-out record."""
     record = restaurants.parse(x)
@@ -194,7 +201,7 @@ def run_row(context: "Context", row: str, seed: int, pairs, heldout: Pairs, star
             train_row(context, row, system, pairs(), seed, folder)
             system.save(folder / "system")
         inputs = [pair.inputs["x"] for pair in heldout]
-        answers = answers_of(context, row, system, inputs, seed)
+        answers = start_answers(context, system, inputs) if row == "prompted" else answers_of(context, row, system, inputs, seed)
         records = []
         for item, (pair, answer) in enumerate(zip(heldout, answers)):
             start = starts[item] if starts else None

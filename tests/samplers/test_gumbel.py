@@ -108,7 +108,8 @@ def test_structural_zeros_are_never_in_the_set():
 
 def test_tools_pass_the_beams_through():
     parts = [
-        Categorical("y", {"x": 2}, 4, rs.table(0, 2, 4)), Tool("c", [], lambda: 1), Tool("t", ["y", "c"], lambda y, c: (y + c) % 4),
+        Categorical("y", {"x": 2}, 4, rs.table(0, 2, 4)), Tool("c", [], lambda: 1),
+        Tool("t", ["y", "c"], lambda y, c: (y + c) % 4),
         Categorical("w", {"t": 4}, 2, rs.table(1, 4, 2)), Categorical("z", {"w": 2}, 2),
     ]  # fmt: skip
     found = samplers.gumbel_top_k(
