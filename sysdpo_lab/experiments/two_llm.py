@@ -3,6 +3,7 @@
 x -> draft -> refine, x -> refine; two LoRA adapters on one base; SysDPO-Sampling with diverse beam search, k = 2.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,11 +43,25 @@ def load_base(context: "Context") -> tuple[Any, Any, torch.dtype]:
             model = model.to(dtype)
         else:
             source = "smollm2-135m-instruct"
-            dtype = loading.measure_dtype(source) if wanted == "auto" else DTYPES[wanted]
-            model, tokenizer = loading.load_causal_lm(source, dtype=dtype)
+            model, tokenizer = loading.load_causal_lm(source, dtype=DTYPES.get(wanted, torch.bfloat16))
+            dtype = DTYPES.get(wanted) or measured_dtype(context, model)
+            model = model.to(dtype)
         context.shared["base"] = (model, tokenizer, dtype)
         context.shared.setdefault("notes", {})["dtype"] = str(dtype).removeprefix("torch.")
     return context.shared["base"]
+
+
+def measured_dtype(context: "Context", model: Any) -> torch.dtype:
+    """The quicker of fp32 and bf16 on this machine; a resumed run keeps what it began with."""
+    from sysdpo_lab import atomic, loading
+
+    path = context.out / "dtype.json"
+    if context.resume and path.is_file():
+        return DTYPES[json.loads(path.read_text(encoding="utf-8"))["dtype"]]
+    dtype, seconds = loading.measure_dtype(model)
+    context.say(f"precision: {dtype} (one-second measurement: {seconds})")
+    atomic.write_json(path, {"dtype": str(dtype).removeprefix("torch."), "seconds": seconds})
+    return dtype
 
 
 def build_system(context: "Context", seed: int) -> CompoundSystem:
