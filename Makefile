@@ -36,6 +36,7 @@ notebooks: $(READY)  ## execute notebooks/sources/*.py into notebooks/*.ipynb
 
 study-two-llm: $(READY)  ## the long two-LLM run on SmolLM2 (hours on two cores); starts where it was stopped
 	$(BIN)/python -m sysdpo_lab run two-llm --profile small --out runs/two-llm-small --resume
+	$(BIN)/python -m sysdpo_lab store runs/two-llm-small two-llm-small
 
 lint: $(READY)  ## ruff, and whether each notebook agrees with its source
 	$(BIN)/python -m ruff check .

@@ -1,4 +1,4 @@
-"""The command line: list, run, plan, doctor, demo."""
+"""The command line: list, run, plan, doctor, store, demo."""
 
 import argparse
 import sys
@@ -24,6 +24,9 @@ def parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="memory, tokens and hours of a run; downloads nothing")
     plan.add_argument("experiment")
     plan.add_argument("--profile", required=True)
+    store = commands.add_parser("store", help="keep a complete run under data/results/NAME")
+    store.add_argument("run", type=Path, help="the folder that `run --out` wrote")
+    store.add_argument("name")
     demo = commands.add_parser("demo", help="lesson 00 and a short two-LLM run of SmolLM2, offline, under 10 minutes")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"))
     return top
@@ -107,6 +110,10 @@ def dispatch(options: argparse.Namespace) -> int:
         from sysdpo_lab import doctor
 
         return doctor.run_doctor(sys.stdout)
+    elif options.command == "store":
+        from sysdpo_lab import results
+
+        print(f"stored in {results.store(options.run, options.name)}")
     elif options.command == "demo":
         from sysdpo_lab import demo
 
