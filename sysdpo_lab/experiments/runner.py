@@ -121,9 +121,10 @@ def default_command(experiment: str, profile: str, seeds: Sequence[int], changes
     """The command line that repeats a run.
 
     >>> default_command("toy", "toy", [0], {"steps": 5})
-    'python -m sysdpo_lab run toy --profile toy --seeds 0 --set steps=5'
+    'python -m sysdpo_lab run toy --profile toy --seeds 0 --out runs/toy-toy --set steps=5'
     """
     words = ["python", "-m", "sysdpo_lab", "run", experiment, "--profile", profile, "--seeds", ",".join(map(str, seeds))]
+    words += ["--out", f"runs/{experiment}-{profile}"]
     if changes:
         words += ["--set", *(f"{key}={value}" for key, value in changes.items())]
     return shlex.join(words)

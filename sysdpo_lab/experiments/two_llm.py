@@ -64,8 +64,11 @@ def measured_dtype(context: "Context", model: Any) -> torch.dtype:
     return dtype
 
 
-def build_system(context: "Context", seed: int) -> CompoundSystem:
-    """A fresh system: the prompted start, with two untrained adapters on the shared base."""
+def build_system(context: "Context") -> CompoundSystem:
+    """A fresh system: the prompted start, with two untrained adapters on the shared base.
+
+    The adapters start the same for every seed; a training seed changes the data, their order and the draws.
+    """
     from sysdpo_lab.components import CausalLM
 
     model, tokenizer, _ = load_base(context)
@@ -73,10 +76,8 @@ def build_system(context: "Context", seed: int) -> CompoundSystem:
     tiny = context.profile.name == "tiny"
     templates = (restaurants.TINY_DRAFT, restaurants.TINY_REFINE) if tiny else (restaurants.CHAT_DRAFT, restaurants.CHAT_REFINE)
     options = {"max_new_tokens": context.settings["max_new_tokens"], "diversity_penalty": context.settings["diversity_penalty"]}
-    with torch.random.fork_rng(devices=[]):  # peft draws the adapters' start from the global generator
-        torch.manual_seed(seed)
-        draft = CausalLM("draft", ["x"], model, tokenizer, templates[0], adapter=context.settings["rank"], **options)
-        refine = CausalLM("refine", ["x", "draft"], model, tokenizer, templates[1], adapter=context.settings["rank"], **options)
+    draft = CausalLM("draft", ["x"], model, tokenizer, templates[0], adapter=context.settings["rank"], **options)
+    refine = CausalLM("refine", ["x", "draft"], model, tokenizer, templates[1], adapter=context.settings["rank"], **options)
     return CompoundSystem([draft, refine], inputs=("x",), output="refine")
 
 
@@ -98,7 +99,7 @@ def training_pairs(context: "Context", seed: int) -> Pairs:
     generator = torch.Generator().manual_seed(1000 + seed)
     if options["data"] == "written":
         return restaurants.preference_pairs(options["pairs"], generator, "train")
-    system = build_system(context, seed)
+    system = build_system(context)
     records = restaurants.records(generator, options["pairs"], "train")
     inputs = [restaurants.render(record) for record in records]
     answers = [[] for _ in inputs]
@@ -210,7 +211,7 @@ def run_row(context: "Context", row: str, seed: int, pairs, heldout: Pairs, star
 
     def make() -> list[dict]:
         context.say(f"seed {seed}, {row}")
-        system = build_system(context, seed)
+        system = build_system(context)
         trained = row not in ("prompted", "best-of-n")
         if trained:
             train_row(context, row, system, pairs(), seed, folder)
@@ -261,7 +262,7 @@ def figures(context: "Context", summary: dict, records: list[dict]) -> dict:
     """Graph, win rates, scores, and the last row's training curves and shares (first seed)."""
     from sysdpo_lab import figures as draw
 
-    pictures = {"graph": (draw.draw_graph(build_system(context, 0)), "the graph: x feeds draft and refine, draft feeds refine")}
+    pictures = {"graph": (draw.draw_graph(build_system(context)), "the graph: x feeds draft and refine, draft feeds refine")}
     for metric in ("wr_prompted", "task_score"):
         if any(row["metric"] == metric for row in summary["rows"]):
             alt = f"{metric} of each system with its 95 % interval"
