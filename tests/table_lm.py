@@ -1,5 +1,6 @@
 """Language models small enough to list every sequence, and tiny random ones of many architectures."""
 
+import warnings
 from types import SimpleNamespace
 
 import torch
@@ -83,6 +84,21 @@ def random_model(kind: str, vocabulary: int = 23, seed: int = 0, **changes):
             if parameter.dim() > 1:
                 parameter.data.normal_(0, 0.7 if "embed" in name or "wte" in name else 0.35)
     return model
+
+
+def adapted(model, dropout: float = 0.0):
+    """The model in a peft wrapper with an active LoRA adapter that changes its output."""
+    import peft
+
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=dropout)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.24 for an old name
+        torch.manual_seed(5)
+        wrapped = peft.get_peft_model(model, config)
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(0, 0.5)
+    return wrapped
 
 
 def prompts(vocabulary: int = 23, seed: int = 0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sysdpo_lab import caches, decoding
-from tests.table_lm import ARCHITECTURES, prompts, random_model
+from tests.table_lm import ARCHITECTURES, adapted, prompts, random_model
 
 CACHED = [kind for kind in ARCHITECTURES if kind != "bloom"]
 
@@ -110,8 +110,6 @@ def test_a_model_whose_cache_is_refused_is_recomputed(monkeypatch):
 
 
 def test_wrappers_are_looked_through():
-    from peft import LoraConfig, get_peft_model
-
     inner = random_model("llama")
     assert caches.unwrapped(torch.nn.DataParallel(inner)) is inner
-    assert caches.unwrapped(get_peft_model(inner, LoraConfig(target_modules=["q_proj"]))) is inner
+    assert caches.unwrapped(adapted(inner)) is inner

@@ -91,7 +91,7 @@ def tidy(notebook: Any) -> Any:
             continue
         for output in cell.outputs:
             output.get("data", {}).pop(WIDGET_VIEW, None)
-        cell.outputs = _joined(cell.outputs)
+        cell.outputs = _joined([output for output in cell.outputs if not _is_empty(output)])
         alts = [output.metadata["image/png"]["alt"] for output in cell.outputs if _has_alt(output)]
         if alts:
             cell.metadata["mystnb"] = {"image": {"alt": alts[0]}}
@@ -118,6 +118,11 @@ def _where(notebook: Any, begun: Sequence[Any]) -> str:
     if not begun:
         return "before the first cell"
     return f"code cell {1 + code.index(begun[-1])} of {len(code)}: {begun[-1].source.strip().splitlines()[0]}"
+
+
+def _is_empty(output: Any) -> bool:
+    """What a progress bar leaves behind when it is done: a reader has nothing of it, and a test run shows no bar."""
+    return output.output_type == "display_data" and dict(output.data) == {"text/plain": ""}
 
 
 def _has_alt(output: Any) -> bool:
