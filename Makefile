@@ -12,6 +12,8 @@ READY       := $(VENV)/.ready
 PIP         := $(BIN)/python -m pip --disable-pip-version-check
 TORCH_PIN    = $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 LAB_FLAGS   ?=
+# Threads that wait by spinning make a shared or busy machine many times slower.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: help setup demo test lab notebooks study-two-llm lint clean
 .DEFAULT_GOAL := help

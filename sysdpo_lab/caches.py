@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Iterator, MutableMapping
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # newest first: transformers warns about the older ones
@@ -146,7 +146,7 @@ class CachedRows:
     Positions are counted by the attention mask, so pad columns on the left change nothing.
     """
 
-    def __init__(self, forward: Forward, input_ids: Int[Tensor, "B P"], attention_mask: Int[Tensor, "B P"]):
+    def __init__(self, forward: Forward, input_ids: Int[Tensor, "B P"], attention_mask: Shaped[Tensor, "B P"]):
         self.forward, self.mask = forward, attention_mask
         positions = (attention_mask.cumsum(-1) - 1).clamp_min(0)
         self.next_position = positions[:, -1:] + 1
@@ -175,7 +175,7 @@ class CachedRows:
 class RecomputedRows:
     """Rows without a cache: the whole prefix is read again each step, rows of equal length together and unpadded."""
 
-    def __init__(self, forward: Forward, input_ids: Int[Tensor, "B P"], attention_mask: Int[Tensor, "B P"]):
+    def __init__(self, forward: Forward, input_ids: Int[Tensor, "B P"], attention_mask: Shaped[Tensor, "B P"]):
         self.forward, self.ids, self.lengths = forward, input_ids, attention_mask.sum(-1)
         self.logits = self._read()
 

@@ -67,7 +67,8 @@ def print_plan(experiment: str, name: str) -> None:
     """What a run will cost, without loading anything."""
     profile = profiles.find(experiment, name)
     print(f"{experiment} at {name}: {profile.model} (revision {profile.revision})")
-    print(f"seeds {', '.join(map(str, profile.seeds))}; about {profile.minutes:g} minutes on two CPU cores, {profile.memory_gb:g} GB")
+    seeds = ", ".join(map(str, profile.seeds))
+    print(f"seeds {seeds}; about {profile.minutes:g} minutes on two CPU cores, {profile.memory_gb:g} GB")
     print("downloads: " + ("yes" if profile.network else "none"))
     settings = profile.settings
     if "max_new_tokens" in settings:
@@ -85,19 +86,30 @@ def print_summary(summary: dict, out: Path) -> None:
         low, high = row["ci_low"], row["ci_high"]
         print(f"  {row['system']:12} {row['metric']:16} {row['value']:8.3f}  [{low:.3f}, {high:.3f}]  n = {row['n']}")
     for row in summary["differences"]:
-        if row["metric"] in ("task_score", "validity", "words"):
-            print(f"  {row['a']} - {row['b']}, {row['metric']}: {row['value']:+.3f} [{row['ci_low']:+.3f}, {row['ci_high']:+.3f}]")
-    print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_mb']:.0f} MB\nreport: {(out / 'report.html').resolve()}")
+        if row["metric"] in ("gap", "wr_prompted", "task_score", "validity", "words"):
+            low, high = row["ci_low"], row["ci_high"]
+            print(f"  {row['a']} - {row['b']}, {row['metric']}: {row['value']:+.3f} [{low:+.3f}, {high:+.3f}]")
+    print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_mb']:.0f} MB")
+    print(f"report: {(out / 'report.html').resolve()}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a sub-command; a named error is printed in one line and gives exit status 2."""
+    """Run a sub-command; a named error is printed in one line and gives exit status 2, Ctrl-C gives 130."""
     options = parser().parse_args(arguments)
     try:
         return dispatch(options)
     except errors.SysDPOError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"interrupted{_how_to_go_on(options)}", file=sys.stderr)
+        return 130
+
+
+def _how_to_go_on(options: argparse.Namespace) -> str:
+    if options.command == "run":
+        return "; the same command with --resume goes on"
+    return "; the same command goes on" if options.command == "demo" else ""
 
 
 def dispatch(options: argparse.Namespace) -> int:

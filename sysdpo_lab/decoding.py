@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from sysdpo_lab import errors
@@ -66,7 +66,7 @@ class Decoder:
         self,
         model: nn.Module,
         input_ids: Int[Tensor, "B P"],
-        attention_mask: Int[Tensor, "B P"],
+        attention_mask: Shaped[Tensor, "B P"],
         use_cache: bool = True,
     ):
         check_prompts(input_ids, attention_mask)
@@ -172,7 +172,7 @@ def check_whole(name: str, value: object, least: int) -> int:
 def check_number(name: str, value: object, least: float = -float("inf"), above: float = -float("inf")) -> float:
     """`value` as a finite float >= least and > above, or OptionRangeError.
 
-    >>> check_number("temperature", 0.5, above=0)
+    >>> check_number("temperature", 0.5, above=0.0)
     0.5
     """
     number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else float("nan")
@@ -205,7 +205,7 @@ def check_pad(pad_token_id: object) -> int:
     return pad_token_id
 
 
-def check_context(model: nn.Module, attention_mask: Int[Tensor, "B P"], max_new_tokens: int) -> None:
+def check_context(model: nn.Module, attention_mask: Shaped[Tensor, "B P"], max_new_tokens: int) -> None:
     """Raise ContextLengthError when a model with a table of positions lacks rows in it (rotary models have no table)."""
     base = unwrapped(model)
     limit = getattr(getattr(base, "config", None), "max_position_embeddings", None)
@@ -255,7 +255,7 @@ class Continuations:
 def sample_tokens(
     model: nn.Module,
     input_ids: Int[Tensor, "B P"],
-    attention_mask: Int[Tensor, "B P"],
+    attention_mask: Shaped[Tensor, "B P"],
     *,
     num_samples: int = 1,
     max_new_tokens: int,
@@ -284,7 +284,7 @@ def sample_tokens(
     """
     check_whole("num_samples", num_samples, 1)
     check_whole("max_new_tokens", max_new_tokens, 1)
-    check_number("temperature", temperature, above=0)
+    check_number("temperature", temperature, above=0.0)
     device = "cpu" if generator is None else generator.device
     shape = (max_new_tokens, len(input_ids) * num_samples)
     uniform = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
@@ -298,7 +298,7 @@ def sample_tokens(
 def greedy_tokens(
     model: nn.Module,
     input_ids: Int[Tensor, "B P"],
-    attention_mask: Int[Tensor, "B P"],
+    attention_mask: Shaped[Tensor, "B P"],
     *,
     max_new_tokens: int,
     eos_token_id: int | Sequence[int],

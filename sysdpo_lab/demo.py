@@ -1,5 +1,6 @@
 """`make demo`: lesson 00, then a short run of two real SmolLM2 adapters, offline, under ten minutes on two cores."""
 
+import json
 import shutil
 import sys
 import time
@@ -10,6 +11,7 @@ from sysdpo_lab import errors, paths
 LESSON = "00_start_here"
 SHORT = {"pairs": 60, "heldout": 24, "steps": 24, "batch": 1, "warmup": 3}
 SEEDS = (0,)
+COMMAND = "python -m sysdpo_lab demo"
 
 
 def run_lesson(target: Path) -> Path:
@@ -35,6 +37,12 @@ def run_lesson(target: Path) -> Path:
     return target
 
 
+def _is_complete_demo(folder: Path) -> bool:
+    """Whether an earlier demo ended here; somebody's own run of the same name is not to be deleted."""
+    path = folder / "summary.json"
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("command") == COMMAND
+
+
 def run_demo(out: Path, lesson: bool = True, changes: dict | None = None) -> int:
     """The whole demo; prints the table before and after, with intervals, and where the report lies.
 
@@ -50,7 +58,7 @@ def run_demo(out: Path, lesson: bool = True, changes: dict | None = None) -> int
         lesson_file = run_lesson(out / f"{LESSON}.ipynb")
         print(f"  executed: {lesson_file.resolve()}", flush=True)
     folder = out / "two-llm"
-    if (folder / "summary.json").is_file():
+    if _is_complete_demo(folder):
         shutil.rmtree(folder)
     print(
         "2 of 2: two SmolLM2-135M adapters (draft, refine), SysDPO-Sampling with diverse beam search, k = 2\n"
@@ -60,7 +68,7 @@ def run_demo(out: Path, lesson: bool = True, changes: dict | None = None) -> int
     )
     summary = runner.run(
         "two-llm", "small", folder, SEEDS, {**SHORT, **(changes or {})}, resume=(folder / "run.json").is_file(),
-        progress=sys.stdout.isatty() or None, command="python -m sysdpo_lab demo",
+        progress=sys.stdout.isatty() or None, command=COMMAND,
     )  # fmt: skip
     cli.print_summary(summary, folder)
     print("One seed and few records: the intervals are wide, and this is a demonstration, not a result.")

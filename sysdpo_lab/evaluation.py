@@ -19,7 +19,7 @@ def win(first: float, second: float) -> float:
     """
     if numpy.isnan(first) or numpy.isnan(second):
         raise errors.NonFiniteError(f"cannot compare the scores {first} and {second}")
-    return 0.5 + 0.5 * float(numpy.sign(first - second))
+    return 0.5 + 0.5 * (int(first > second) - int(first < second))
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,18 @@ def resampled_means(table: Float[numpy.ndarray, "S N"], resamples: int = RESAMPL
     """Means of bootstrap tables: seeds are drawn with replacement, then items (the same items for every seed).
 
     The items are shared because every seed is measured on the same held-out set: drawing them apart would count one set
-    of items as several.
+    of items as several. Where neither seeds nor items matter (pure noise) the interval is too wide, by up to sqrt(3);
+    where only seeds matter, a handful of them gives one that is too narrow (Owen 2007, "The pigeonhole bootstrap").
 
     >>> resampled_means(numpy.ones((2, 3)), resamples=2).tolist()
     [1.0, 1.0]
     """
     rng = numpy.random.default_rng(seed)
     seeds, items = table.shape
-    rows = rng.integers(0, seeds, (resamples, seeds))
-    columns = rng.integers(0, items, (resamples, items))
-    row_weight = _counts(rows, seeds) / seeds
-    column_weight = _counts(columns, items) / items
-    return numpy.einsum("rs,sn,rn->r", row_weight, table, column_weight)
+    rows = _counts(rng.integers(0, seeds, (resamples, seeds)), seeds)
+    columns = _counts(rng.integers(0, items, (resamples, items)), items)
+    means = numpy.einsum("rs,sn,rn->r", rows, table, columns, optimize=True) / table.size
+    return numpy.clip(means, table.min(), table.max())  # rounding must not leave the range that every mean lies in
 
 
 def _counts(index: numpy.ndarray, size: int) -> numpy.ndarray:
@@ -87,7 +87,8 @@ def interval(values: Sequence[Sequence[float]], resamples: int = RESAMPLES, seed
     table = as_table(values)
     means = resampled_means(table, resamples, seed)
     low, high = numpy.quantile(means, [0.025, 0.975])
-    return Interval(float(table.mean()), float(low), float(high), table.size)
+    value = numpy.clip(table.mean(), table.min(), table.max())
+    return Interval(float(value), float(low), float(high), table.size)
 
 
 def paired_difference(first, second, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
@@ -110,7 +111,11 @@ def summary_row(system: str, metric: str, found: Interval) -> dict:
 def summarise(records: Sequence[dict], metrics: Sequence[str], seeds: Sequence[int]) -> tuple[list[dict], list[dict]]:
     """Rows and paired differences of all systems, from item records {"seed", "system", "item", metric: value}.
 
-    A metric that a system has for no item is left out. Differences compare every system with the first one (the start).
+    A metric that a system has for no item is left out. Differences compare every system with the first one (the start),
+    and then joint with every other one.
+
+    Raises:
+        BatchMismatchError: a system has a metric for some items or seeds only.  NonFiniteError: a value is not finite.
     """
     systems = list(dict.fromkeys(record["system"] for record in records))
     tables = {
@@ -120,22 +125,35 @@ def summarise(records: Sequence[dict], metrics: Sequence[str], seeds: Sequence[i
         if (table := _table(records, system, metric, seeds)) is not None
     }
     rows = [summary_row(system, metric, interval(table)) for (system, metric), table in tables.items()]
+    pairs = [(system, systems[0]) for system in systems[1:]]
+    pairs += [("joint", system) for system in systems[1:] if "joint" in systems[1:] and system != "joint"]
     differences = []
-    for (system, metric), table in tables.items():
-        start = tables.get((systems[0], metric))
-        if system != systems[0] and start is not None:
-            found = asdict(paired_difference(table, start))
-            differences.append({"a": system, "b": systems[0], "metric": metric, **found})
+    for a, b in pairs:
+        for metric in metrics:
+            if (a, metric) in tables and (b, metric) in tables:
+                found = asdict(paired_difference(tables[a, metric], tables[b, metric]))
+                differences.append({"a": a, "b": b, "metric": metric, **found})
     return rows, differences
 
 
 def _table(records: Sequence[dict], system: str, metric: str, seeds: Sequence[int]) -> list[list[float]] | None:
-    table = []
-    for seed in seeds:
-        mine = [r for r in records if r["system"] == system and r["seed"] == seed and r.get(metric) is not None]
-        if not mine:
-            return None
-        table.append([float(r[metric]) for r in sorted(mine, key=lambda record: record["item"])])
+    """The values of a metric, items in order, one list a seed; None where the system does not have the metric."""
+    found = {(r["seed"], r["item"]): r.get(metric) for r in records if r["system"] == system}
+    if all(value is None for value in found.values()):  # a null in the file counts as "does not have it" too
+        return None
+    items = sorted({record["item"] for record in records})
+    missing = [(seed, item) for seed in seeds for item in items if found.get((seed, item)) is None]
+    if missing:
+        seed, item = missing[0]
+        raise errors.BatchMismatchError(
+            f"{metric} of {system!r} is missing for {len(missing)} of {len(seeds) * len(items)} records, "
+            f"first for seed {seed}, item {item}; intervals need every item of every seed"
+        )
+    table = [[float(found[seed, item]) for item in items] for seed in seeds]
+    try:
+        as_table(table)
+    except errors.NonFiniteError as error:
+        raise errors.NonFiniteError(f"{metric} of {system!r}: {error}") from error
     return table
 
 
@@ -150,5 +168,3 @@ def find_row(summary: dict, system: str, metric: str) -> dict:
             return row
     known = sorted({(row["system"], row["metric"]) for row in summary["rows"]})
     raise errors.UnknownOptionError(f"the summary has no row ({system!r}, {metric!r}); it has {known}")
-
-

@@ -1,5 +1,6 @@
 """What each experiment runs at each profile: model, sizes, seeds, expected cost and result."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,24 +49,26 @@ class Profile:
         return settings
 
 
+_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+
+
 def _like(key: str, value: Any, default: Any) -> Any:
-    """`value`, a string from the command line perhaps, as the type of `default`."""
-    if not isinstance(value, str) or isinstance(default, str):
-        return value
+    """`value`, a string from the command line perhaps, as the type of `default`; numbers must be finite."""
+    kind, given = type(default), value
     try:
-        if isinstance(default, bool):
-            return {"true": True, "false": False, "1": True, "0": False}[value.lower()]
-        return type(default)(value)
+        if isinstance(value, str) and kind is not str:
+            value = _BOOLEANS[value.lower()] if kind is bool else kind(value)
     except (KeyError, ValueError):
-        raise errors.UnknownOptionError(
-            f"--set {key}={value}: expected a {type(default).__name__} such as {default!r}"
-        ) from None
+        value = None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise errors.UnknownOptionError(f"--set {key}: expected a {kind.__name__} such as {default!r}, found {given!r}")
+    return value
 
-
-ALL_ROWS = "prompted,best-of-n,separate,only:draft,only:refine,joint"
 
 TWO_LLM = {
-    "rows": "prompted,joint",
+    "rows": "prompted,joint",  # all: prompted,best-of-n,separate,only:draft,only:refine,joint
     "pairs": 300,
     "heldout": 200,
     "data": "on-policy",  # "on-policy": sampled from the start and judged; "written": references against faults

@@ -35,7 +35,9 @@ def test_a_folder_gives_model_and_tokenizer(folder):
     assert not model.training
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(None, torch.float32), ("bfloat16", torch.bfloat16), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(None, torch.float32), ("bfloat16", torch.bfloat16), (torch.float64, torch.float64)]
+)
 def test_the_dtype_is_what_is_asked_for_whatever_the_file_holds(tmp_path, dtype, expected):
     loading.save_plain(tiny.model(dtype=torch.bfloat16), tmp_path)
     tiny.tokenizer().save_pretrained(str(tmp_path))
@@ -125,10 +127,12 @@ def test_the_origin_is_known_until_the_base_changes_adapters_do_not_count(folder
     assert loading.origin_of(tiny.model()) is None
 
 
-def test_the_dtype_measurement_names_both_times_and_leaves_the_model():
-    model = tiny.model()
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_the_dtype_measurement_names_both_times_and_leaves_model_and_random_state(kind):
+    model, state = tiny.model(kind), torch.get_rng_state()
     before = logits(model)
     chosen, seconds = loading.measure_dtype(model, seconds=0.02)
+    assert torch.equal(torch.get_rng_state(), state)
     assert set(seconds) == {"float32", "bfloat16"} and min(seconds.values()) > 0
     assert (chosen == torch.bfloat16) == (seconds["bfloat16"] < 0.8 * seconds["float32"])
     assert torch.equal(logits(model), before)

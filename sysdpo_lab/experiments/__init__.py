@@ -1,1 +1,1 @@
-"""The experiments of the command line: each module has METRICS, `run_seed`, `figures`, `samples` and PROSE."""
+"""The experiments of the command line: each module has TITLE, METRICS, `check`, `run_seed`, `figures`, `samples` and `prose`."""

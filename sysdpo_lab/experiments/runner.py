@@ -45,6 +45,16 @@ class Context:
         write_records(path, found)
         return found
 
+    def note(self, key: str, value: str) -> None:
+        """A fact about the run for summary.json; kept in the folder, since a resumed run may not meet it again."""
+        path = self.out / "notes.json"
+        atomic.write_json(path, {**self.notes(), key: value})
+
+    def notes(self) -> dict[str, str]:
+        """All facts noted so far."""
+        path = self.out / "notes.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
 
 def write_records(path: Path, records: Sequence[Mapping]) -> None:
     """One JSON object a line, atomically."""
@@ -85,10 +95,9 @@ def run(
     """
     chosen = profiles.find(experiment, profile)
     settings = chosen.with_settings(changes or {})
-    seeds = list(dict.fromkeys(chosen.seeds if seeds is None else seeds))
-    if not seeds:
-        raise errors.UnknownOptionError("at least one seed is needed, found none")
+    seeds = _checked_seeds(chosen.seeds if seeds is None else seeds)
     module = importlib.import_module(f"sysdpo_lab.experiments.{MODULES[experiment]}")
+    module.check(settings)  # before the folder is made: a mistyped setting leaves nothing behind
     out = Path(out)
     spent = _open_folder(out, {"experiment": experiment, "profile": profile, "seeds": seeds, "settings": settings}, resume)
     context = Context(chosen, settings, out, resume, say, progress)
@@ -105,7 +114,7 @@ def run(
         "rows": rows,
         "differences": differences,
         "settings": settings,
-        "notes": context.shared.get("notes", {}),
+        "notes": context.notes(),
         "command": command or default_command(experiment, profile, seeds, changes),
         "seconds": round(spent + time.monotonic() - started, 1),
         "peak_memory_mb": peak_memory_mb(),
@@ -115,6 +124,13 @@ def run(
     _write_report(module, context, summary, records)
     atomic.write_json(out / "summary.json", summary)  # last: its presence says that the run is complete
     return summary
+
+
+def _checked_seeds(seeds: Sequence[int]) -> list[int]:
+    found = list(dict.fromkeys(seeds))
+    if not found or any(type(seed) is not int or not 0 <= seed < 2**31 for seed in found):
+        raise errors.UnknownOptionError(f"seeds must be whole numbers from 0 to 2**31 - 1, at least one; found {found}")
+    return found
 
 
 def default_command(experiment: str, profile: str, seeds: Sequence[int], changes: Mapping[str, Any] | None) -> str:
@@ -152,16 +168,29 @@ def _open_folder(out: Path, plan: dict[str, Any], resume: bool) -> float:
             raise errors.ResumeError(f"{path}: not a JSON file ({error}); choose another --out") from None
         if not resume:
             raise errors.ResumeError(f"{out} already holds a run; pass --resume to go on with it, or choose another --out")
-        differing = [key for key in plan if before.get(key) != json.loads(json.dumps(plan[key]))]
+        differing = _differing(before, json.loads(json.dumps(plan)))
         if differing:
-            key = differing[0]
-            raise errors.ResumeError(f"{path}: this run has {key} = {before.get(key)!r}, asked for {plan[key]!r}; choose another --out")
+            raise errors.ResumeError(f"{path}: this run has other values; {'; '.join(differing)}; choose another --out")
         return float(before.get("seconds", 0.0))
+    if out.exists() and not out.is_dir():
+        raise errors.ResumeError(f"{out} is a file; choose another --out")
     if out.exists() and any(out.iterdir()):
         raise errors.ResumeError(f"{out} is not empty and holds no run; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     atomic.write_json(path, {**plan, "seconds": 0.0})
     return 0.0
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two plans, settings one by one.
+
+    >>> _differing({"profile": "tiny", "settings": {"k": 2, "lr": 0.1}}, {"profile": "tiny", "settings": {"k": 4, "lr": 0.1}})
+    ['k: 2 there, 4 asked for']
+    """
+    pairs = [(key, before.get(key), now[key]) for key in now if key != "settings"]
+    there, asked = before.get("settings", {}), now.get("settings", {})
+    pairs += [(key, there.get(key), asked.get(key)) for key in {**there, **asked}]
+    return [f"{key}: {old!r} there, {new!r} asked for" for key, old, new in pairs if old != new]
 
 
 def _note_time(out: Path, seconds: float) -> None:

@@ -2,8 +2,12 @@
 
 System: x -> y -> z with x -> z; the start has a uniform marginal (y uniform, z's rows doubly stochastic), so the optimum
 is beta-perfect (E4) although y and z both have something to learn (theory of the lessons: "uniform marginal").
+
+Several systems are trained as one, with an input for each system and each of its own: the tables of different inputs have
+no number in common, and Adam treats every number by itself.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +15,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from sysdpo_lab import alignment, evaluation, exact, losses, samplers
+from sysdpo_lab import alignment, errors, evaluation, exact, losses
 from sysdpo_lab.components import Categorical
 from sysdpo_lab.exact import Case
+from sysdpo_lab.options import positive, whole
 from sysdpo_lab.system import CompoundSystem
 
 if TYPE_CHECKING:
@@ -64,10 +69,10 @@ def population_loss(margin: Float[Tensor, " P"], preference_logit: Float[Tensor,
 
 
 def margins(case: Case) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
-    """Full-support Sampling margins of all comparisons, and the judge's logits."""
+    """Sampling margins (E7) of all comparisons with every intermediate in A, and the judge's logits."""
     x, i, j = all_pairs(*case.reward.shape)
-    sets = samplers.enumerate_all(case.system, {"x": x}).values
-    out = losses.sampling_loss(case.system, {"x": x}, i, j, sets, beta=case.beta)
+    drafts = {"y": torch.arange(case.system["y"].cardinality).expand(len(x), -1)}
+    out = losses.sampling_loss(case.system, {"x": x}, i, j, drafts, beta=case.beta)
     return out.margin, case.preference_logits[x, i, j]
 
 
@@ -90,6 +95,7 @@ def separate_loss(case: Case) -> Tensor:
 
 def train(case: Case, row: str, steps: int, lr: float) -> None:
     """Train one row of the table in place: Adam from the reference on the population loss."""
+    errors.check_option("row", row, ROWS[1:])
     for name in ("y", "z"):
         if row.startswith("only:") and row != f"only:{name}":
             case.system.freeze(name)
@@ -101,39 +107,62 @@ def train(case: Case, row: str, steps: int, lr: float) -> None:
         optimizer.step()
 
 
-def measure(case: Case) -> list[dict]:
-    """One record an input: gap (of the system, repeated), exact win rate against the start, margin accuracy, KL."""
+def measure(case: Case, inputs: int) -> list[dict]:
+    """One record a system of `inputs` inputs: its gap, and means over its inputs of the exact win rate against the start
+    (by the judge's own preferences), of margin accuracy, and of KL from the start (nats)."""
     p, reference = exact.marginal(case.system).detach(), exact.marginal(case.system, reference=True).detach()
-    gap = alignment.gap(p, case.preference_logits, case.beta, p_reference=reference)
-    pref = torch.sigmoid(case.preference_logits)
-    wins = torch.einsum("xi,xj,xij->x", p, reference, pref)
+    logits = case.preference_logits
+    wins = torch.einsum("xi,xj,xij->x", p, reference, torch.sigmoid(logits))
     kl = (p * (p / reference).log()).sum(1)
+    right = margin_accuracy(case)
+    records = []
+    for start in range(0, len(p), inputs):
+        mine = slice(start, start + inputs)
+        gap = alignment.gap(p[mine], logits[mine], case.beta, p_reference=reference[mine])
+        means = {"wr_prompted": wins, "margin_accuracy": right, "kl": kl}
+        records.append({"gap": gap, **{name: values[mine].mean().item() for name, values in means.items()}})
+    return records
+
+
+def margin_accuracy(case: Case) -> Float[Tensor, " X"]:
+    """Share of each input's comparisons in which the margin has the judge's sign; a margin of 0 counts one half."""
     with torch.no_grad():
         margin, logit = margins(case)
     margin = torch.where(margin.abs() < 1e-9, 0.0, margin)
-    right = torch.tensor([evaluation.win(m * s, 0.0) for m, s in zip(margin.tolist(), logit.sign().tolist())])
-    right = right.reshape(len(p), -1).mean(1)
-    return [
-        {"gap": gap, "wr_prompted": wins[x].item(), "margin_accuracy": right[x].item(), "kl": kl[x].item()}
-        for x in range(len(p))
-    ]
+    right = [evaluation.win(m, 0.0) for m in (margin * logit.sign()).tolist()]
+    return torch.tensor(right, dtype=torch.float64).reshape(len(case.reward), -1).mean(1)
+
+
+def check(settings: dict) -> None:
+    """Refuse settings that no run can have.
+
+    Raises:
+        UnknownOptionError: a number out of range, or drafts that cannot stand for outputs.
+    """
+    whole(1, **{name: settings[name] for name in ("systems", "inputs", "steps")})
+    positive(math.ulp(0.0), **{name: settings[name] for name in ("beta", "lr")})
+    if settings["drafts"] != settings["outputs"] or not 2 <= settings["outputs"] <= len(RING):
+        raise errors.UnknownOptionError(
+            f"drafts = {settings['drafts']} and outputs = {settings['outputs']} must be the same number, 2 to {len(RING)}: "
+            "Separate-DPO trains the drafter as if its values were answers"
+        )
 
 
 def run_seed(context: "Context", seed: int) -> list[dict]:
     """Records of one seed: `systems` random judges, every row of the table."""
     options = context.settings
-    sizes = {key: options[key] for key in ("inputs", "drafts", "outputs", "beta")}
+    sizes = {key: options[key] for key in ("drafts", "outputs", "beta")}
 
     def make() -> list[dict]:
+        context.say(f"seed {seed}")
         found = []
         for row in ROWS:
             generator = torch.Generator().manual_seed(seed)  # the same judges for every row
-            for number in range(options["systems"]):
-                case = draw_case(generator, **sizes)
-                if row != "before":
-                    train(case, row, options["steps"], options["lr"])
-                for x, record in enumerate(measure(case)):
-                    found.append({"seed": seed, "system": row, "item": number * sizes["inputs"] + x, **record})
+            case = draw_case(generator, options["systems"] * options["inputs"], **sizes)
+            if row != "before":
+                train(case, row, options["steps"], options["lr"])
+            records = measure(case, options["inputs"])
+            found += [{"seed": seed, "system": row, "item": item, **record} for item, record in enumerate(records)]
         return found
 
     return context.cached_records(context.out / f"seed-{seed}", make)

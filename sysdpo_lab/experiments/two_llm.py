@@ -4,6 +4,7 @@ x -> draft -> refine, x -> refine; two LoRA adapters on one base; SysDPO-Samplin
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import torch
 
 from sysdpo_lab import errors, evaluation, samplers
 from sysdpo_lab.components.base import take_rows
+from sysdpo_lab.optimisation import SCHEDULES
+from sysdpo_lab.options import positive, whole
 from sysdpo_lab.preferences import Pairs
 from sysdpo_lab.system import CompoundSystem
 from sysdpo_lab.worlds import restaurants
@@ -22,33 +25,47 @@ if TYPE_CHECKING:
 TITLE = "Two language models, draft and refine, aligned as one system"
 METRICS = ("wr_prompted", "wr_chosen", "task_score", "validity", "words", "draft_score", "margin_accuracy")
 NODES = ("draft", "refine")
+SMALL_MODEL = "smollm2-135m-instruct"
+ROWS = ("prompted", "best-of-n", "separate", *(f"only:{name}" for name in NODES), "joint")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CHOICES = {
+    "data": ("on-policy", "written"),
+    "dtype": ("auto", *DTYPES),
+    "sampler": ("diverse_beam", "monte_carlo", "gumbel_top_k"),
+    "schedule": SCHEDULES,
+}
+COUNTS = (
+    "pairs", "heldout", "candidates", "steps", "batch", "k", "rank", "max_new_tokens", "best_of", "checkpoint_every",
+    "eval_batch",
+)  # fmt: skip
 
 
 # --- the system ---------------------------------------------------------------------------------------------------------
 
 
-def load_base(context: "Context") -> tuple[Any, Any, torch.dtype]:
-    """Model, tokenizer and dtype of the profile; measured once a run when dtype is "auto"."""
+def load_base(context: "Context") -> tuple[Any, Any]:
+    """Model and tokenizer of the profile, loaded once a run."""
+    if "base" not in context.shared:
+        load = _load_tiny if context.profile.name == "tiny" else _load_small
+        model, tokenizer = context.shared["base"] = load(context)
+        context.note("dtype", str(model.dtype).removeprefix("torch."))
+    return context.shared["base"]
+
+
+def _load_tiny(context: "Context") -> tuple[Any, Any]:
+    from sysdpo_lab.worlds.tiny_lm import load_tiny_lm
+
+    model, tokenizer = load_tiny_lm()
+    return model.to(DTYPES.get(context.settings["dtype"], torch.float32)), tokenizer
+
+
+def _load_small(context: "Context") -> tuple[Any, Any]:
     from sysdpo_lab import loading
 
-    if "base" not in context.shared:
-        wanted = context.settings["dtype"]
-        errors.check_option("dtype", wanted, ("auto", *DTYPES))
-        if context.profile.name == "tiny":
-            from sysdpo_lab.worlds.tiny_lm import load_tiny_lm
-
-            model, tokenizer = load_tiny_lm()
-            dtype = DTYPES.get(wanted, torch.float32)
-            model = model.to(dtype)
-        else:
-            source = "smollm2-135m-instruct"
-            model, tokenizer = loading.load_causal_lm(source, dtype=DTYPES.get(wanted, torch.bfloat16))
-            dtype = DTYPES.get(wanted) or measured_dtype(context, model)
-            model = model.to(dtype)
-        context.shared["base"] = (model, tokenizer, dtype)
-        context.shared.setdefault("notes", {})["dtype"] = str(dtype).removeprefix("torch.")
-    return context.shared["base"]
+    found = loading.load_causal_lm(SMALL_MODEL, dtype=DTYPES.get(context.settings["dtype"], torch.bfloat16))
+    if context.settings["dtype"] == "auto" and measured_dtype(context, found[0]) != torch.bfloat16:
+        found = loading.load_causal_lm(SMALL_MODEL, dtype=torch.float32)  # not .to(): bf16 has rounded the weights
+    return found
 
 
 def measured_dtype(context: "Context", model: Any) -> torch.dtype:
@@ -71,7 +88,7 @@ def build_system(context: "Context") -> CompoundSystem:
     """
     from sysdpo_lab.components import CausalLM
 
-    model, tokenizer, _ = load_base(context)
+    model, tokenizer = load_base(context)
     model = fresh_copy(model)
     tiny = context.profile.name == "tiny"
     templates = (restaurants.TINY_DRAFT, restaurants.TINY_REFINE) if tiny else (restaurants.CHAT_DRAFT, restaurants.CHAT_REFINE)
@@ -95,7 +112,6 @@ def fresh_copy(model: Any) -> Any:
 def training_pairs(context: "Context", seed: int) -> Pairs:
     """Preference pairs of the training split: written (references against faults) or sampled from the start and judged."""
     options = context.settings
-    errors.check_option("data", options["data"], ("on-policy", "written"))
     generator = torch.Generator().manual_seed(1000 + seed)
     if options["data"] == "written":
         return restaurants.preference_pairs(options["pairs"], generator, "train")
@@ -108,7 +124,7 @@ def training_pairs(context: "Context", seed: int) -> Pairs:
             for row, answer in zip(rows, trace["refine"]):
                 answers[row].append(answer)
     pairs, ties = restaurants.pairs_from_candidates(inputs, answers, generator, options["min_gap"])
-    context.shared.setdefault("notes", {})[f"pairs of seed {seed}"] = f"{len(pairs)} kept, {ties} records without a clear pair"
+    context.note(f"pairs of seed {seed}", f"{len(pairs)} kept, {ties} records without a clear pair")
     return pairs
 
 
@@ -140,7 +156,6 @@ def train_row(context: "Context", row: str, system: CompoundSystem, pairs: Pairs
 
     options = context.settings
     if row.startswith("only:"):
-        errors.check_option("row", row, tuple(f"only:{name}" for name in NODES))
         for name in NODES:
             if row != f"only:{name}":
                 system.freeze(name)
@@ -231,14 +246,45 @@ def run_row(context: "Context", row: str, seed: int, pairs, heldout: Pairs, star
     return context.cached_records(folder, make)
 
 
+def rows_of(settings: dict) -> list[str]:
+    """The rows of the table, in order.
+
+    Raises:
+        UnknownOptionError: an unknown or repeated row, or one before the start.
+
+    >>> rows_of({"rows": "prompted, only:draft"})
+    ['prompted', 'only:draft']
+    """
+    rows = [row.strip() for row in settings["rows"].split(",") if row.strip()]
+    for row in rows:
+        errors.check_option("row", row, ROWS)
+    if rows[:1] != ["prompted"] or len(set(rows)) < len(rows):
+        raise errors.UnknownOptionError(
+            f"rows must begin with 'prompted', the start that the others are compared with, and name each row once; found {rows}"
+        )
+    return rows
+
+
+def check(settings: dict) -> None:
+    """Refuse settings that no run can have.
+
+    Raises:
+        UnknownOptionError: an option that does not exist, or a number out of range.
+    """
+    rows_of(settings)
+    for name, allowed in CHOICES.items():
+        errors.check_option(name, settings[name], allowed)
+    whole(1, **{name: settings[name] for name in COUNTS})
+    whole(0, warmup=settings["warmup"])
+    positive(math.ulp(0.0), **{name: settings[name] for name in ("lr", "beta")})
+    positive(0.0, **{name: settings[name] for name in ("min_gap", "diversity_penalty")})
+    stored = restaurants.STORED["heldout"]
+    if settings["heldout"] > stored:
+        raise errors.UnknownOptionError(f"heldout must be at most {stored}, as many as are stored; found {settings['heldout']}")
+
+
 def run_seed(context: "Context", seed: int) -> list[dict]:
     """Records of one seed, row after row; the start comes first, since the others are compared with it."""
-    rows = [row for row in context.settings["rows"].split(",") if row]
-    known = ("prompted", "best-of-n", "separate", *(f"only:{name}" for name in NODES), "joint")
-    for row in rows:
-        errors.check_option("row", row, known)
-    if rows[:1] != ["prompted"]:
-        raise errors.UnknownOptionError(f"rows must begin with 'prompted', the start that the others are compared with; found {rows}")
     heldout = restaurants.stored_pairs("heldout")[: context.settings["heldout"]]
     made: dict[int, Pairs] = {}
 
@@ -248,7 +294,7 @@ def run_seed(context: "Context", seed: int) -> list[dict]:
         return made[seed]
 
     records, starts = [], None
-    for row in rows:
+    for row in rows_of(context.settings):
         found = run_row(context, row, seed, pairs, heldout, starts)
         starts = starts or found
         records += found
@@ -293,10 +339,14 @@ def prose(context: "Context") -> str:
     return (
         f"Two LoRA adapters on one base ({context.profile.model}): draft writes a first sentence about a restaurant's facts, "
         f"refine sees the facts and the draft and writes the final one. Only finals are compared. SysDPO-Sampling with "
-        f"{options['sampler']}, k = {options['k']}, beta = {options['beta']}, {options['steps']} steps of {options['batch']} pairs. "
-        "Every component decodes greedily in the evaluation. wr_prompted: share of held-out records on which the exact judge "
-        "scores the system above the prompted start (ties count one half); wr_chosen: the same against the data's chosen "
+        f"{options['sampler']}, k = {options['k']}, beta = {options['beta']}, {options['steps']} steps of {options['batch']} "
+        "pairs. Every component decodes greedily in the evaluation. wr_prompted: share of held-out records on which the exact "
+        "judge scores the system above the prompted start (ties count one half); wr_chosen: the same against the data's chosen "
         "answer; words: mean length of the answers; margin_accuracy: share of held-out pairs with a positive margin."
+        + (f" best-of-n: the best of {options['best_of']} samples of the start by the judge itself, so it knows what it is "
+           "measured with." if "best-of-n" in rows_of(options) else "")
+        + (" separate: each component with its own DPO loss; the drafter as if its drafts were finals, the refiner given a "
+           "draft of the start." if "separate" in rows_of(options) else "")
     )
 
 

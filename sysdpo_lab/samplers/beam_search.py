@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from sysdpo_lab import errors
@@ -71,7 +71,7 @@ class _Rules:
 def diverse_beam_search(
     model: nn.Module,
     input_ids: Int[Tensor, "B P"],
-    attention_mask: Int[Tensor, "B P"],
+    attention_mask: Shaped[Tensor, "B P"],
     *,
     num_groups: int,
     beams_per_group: int = 1,
@@ -117,7 +117,7 @@ def diverse_beam_search(
     check_whole("min_new_tokens", min_new_tokens, 0)
     if min_new_tokens > max_new_tokens:
         raise errors.OptionRangeError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
-    check_number("diversity_penalty", diversity_penalty, least=0)
+    check_number("diversity_penalty", diversity_penalty, least=0.0)
     check_number("length_penalty", length_penalty)
     check_pad(pad_token_id)
     check_prompts(input_ids, attention_mask)

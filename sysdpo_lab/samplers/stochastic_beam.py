@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from sysdpo_lab import errors
@@ -91,7 +91,7 @@ def gumbel_with_maximum(
 def stochastic_beam_tokens(
     model: nn.Module,
     input_ids: Int[Tensor, "Bm P"],
-    attention_mask: Int[Tensor, "Bm P"],
+    attention_mask: Shaped[Tensor, "Bm P"],
     *,
     k: int,
     log_probs: Float[Tensor, "B m"],

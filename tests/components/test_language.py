@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from sysdpo_lab import CompoundSystem, errors, loading, losses
+from sysdpo_lab import CompoundSystem, errors, loading, losses, samplers
 from sysdpo_lab.components import Categorical, CausalLM, Completion, adapters
 from tests import tiny
 
@@ -462,6 +462,35 @@ def test_the_loss_is_log_2_at_the_start_and_k_1_gives_the_draft_no_gradient():
     assert any(bool(p.grad.any()) for p in z.trainable())
 
 
+@pytest.mark.parametrize(
+    "extra", [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}]
+)
+def test_an_adapter_on_the_head_is_used_trained_and_switched_off(extra):
+    model = tiny.model(dtype=torch.float64)
+    plain = causal_lm(model=copy.deepcopy(model)).log_prob(ANSWERS, {"x": X}).detach()
+    z = disturb(causal_lm(model=model, adapter=LoraConfig(r=2, task_type="CAUSAL_LM", **extra)))
+    scores = z.log_prob(ANSWERS, {"x": X})
+    with adapters.activated(z.network, z.adapter_name):
+        expected = [by_hand(z.network, p, c) for p, c in zip(z.prompt_ids({"x": X}), z.encoder.completions(ANSWERS))]
+    torch.testing.assert_close(scores, torch.tensor(expected, dtype=torch.float64), atol=1e-9, rtol=0)
+    scores.sum().backward()
+    head = [p for name, p in adapters.adapter_parameters(z.network, z.adapter_name).items() if "lm_head" in name]
+    assert head and all(bool(p.grad.any()) for p in head)
+    with z.reference():
+        torch.testing.assert_close(z.log_prob(ANSWERS, {"x": X}), plain, atol=1e-12, rtol=0)
+
+
+def test_a_deep_copy_of_a_system_is_independent():
+    system = two_components(True)
+    trace = {"x": X, "y": ANSWERS, "z": ANSWERS}
+    expected = system.log_prob(trace).detach()
+    other = copy.deepcopy(system)
+    assert other["y"].model is other["z"].model and other["y"].model is not system["y"].model
+    disturb(other["y"])
+    torch.testing.assert_close(system.log_prob(trace), expected, atol=1e-12, rtol=0)
+    assert (other.log_prob(trace) - expected).abs().min() > 1e-3
+
+
 def test_two_bases_two_adapters_and_a_table_make_one_system():
     y = causal_lm("y", ("x",), tiny.model("llama", seed=1), template="{x}?", adapter=2)
     z = causal_lm("z", ("x", "y", "n"), tiny.model("gpt2"), template="{n} {x} {y}:", adapter=2)
@@ -469,6 +498,22 @@ def test_two_bases_two_adapters_and_a_table_make_one_system():
     trace = system.sample({"x": X}, generator=generator())
     assert torch.isfinite(system.log_prob(trace)).all()
     assert system.generate({"x": X})["z"] == system.generate({"x": X})["z"]
+
+
+@pytest.mark.parametrize("sampler", [samplers.monte_carlo, samplers.diverse_beam, samplers.gumbel_top_k])
+def test_every_sampler_draws_joint_assignments_of_a_collider(sampler):
+    base = tiny.model(dtype=torch.float64)
+    parts = [causal_lm(name, ("x",), base, template=f"{{x}} {name}", adapter=2, max_new_tokens=4) for name in ("y1", "y2")]
+    z = causal_lm("z", ("x", "y1", "y2"), base, template="{x} {y1} {y2}:", adapter=2)
+    system = CompoundSystem([*parts, z], inputs=("x",), output="z")
+    found = sampler(system, {"x": X}, 2, generator=generator())
+    assert found.distinct.tolist() == [2, 2, 2]
+    for j in range(2):
+        trace = {"x": X, **{name: [row[j] for row in found.values[name]] for name in ("y1", "y2")}}
+        own = sum(system.log_prob_terms(trace, names=["y1", "y2"]).values()).detach()
+        torch.testing.assert_close(found.log_probs[:, j], own, atol=1e-4, rtol=0)
+    loss = losses.sampling_loss(system, {"x": X}, ANSWERS, ANSWERS[::-1][:2] + ["c"], found.values, beta=0.3)
+    assert loss.loss.item() == pytest.approx(0.6931471805599453, abs=1e-9)
 
 
 def test_tied_components_share_one_adapter():
