@@ -1,9 +1,12 @@
 """The planned numbers of tokens, by hand and against what a training step does."""
 
+from collections import Counter
+
 import torch
 
 from sysdpo_lab import planning, samplers, training
 from sysdpo_lab.profiles import REGISTRY
+from tests import training_cases
 
 
 def test_tokens_of_a_step_by_hand():
@@ -14,11 +17,9 @@ def test_tokens_of_a_step_by_hand():
 
 
 def test_a_step_scores_as_many_sequences_as_the_plan_counts(monkeypatch):
-    from tests import training_cases
-
-    system, pairs = training_cases.letters_system(), training_cases.letters_finals()
-    scored = {"draft": 0, "answer": 0}
-    for name in scored:
+    system, batch, k = training_cases.letters_system(), training_cases.letters_finals().batch(range(3)), 2
+    scored = Counter()
+    for name in ("draft", "answer"):
         node = system[name]
 
         def counting(value, parents, name=name, log_prob=node.log_prob):
@@ -26,14 +27,11 @@ def test_a_step_scores_as_many_sequences_as_the_plan_counts(monkeypatch):
             return log_prob(value, parents)
 
         monkeypatch.setattr(node, "log_prob", counting)
-    objective = training.sampling(0.1, samplers.monte_carlo, 2)
-    batch, k = pairs.batch(range(3)), 2
-    drawn = samplers.monte_carlo(system, batch.inputs, k, generator=torch.Generator().manual_seed(0))
-    before, scored["draft"], scored["answer"] = dict(scored), 0, 0
-    objective(system, batch, torch.Generator().manual_seed(0))
-    assert len(drawn.values["draft"]) == 3
-    assert scored["draft"] - before["draft"] == 3 * 2 * k  # policy and reference
-    assert scored["answer"] - before["answer"] == 3 * 2 * 2 * k  # and winner and loser
+    samplers.monte_carlo(system, batch.inputs, k, generator=torch.Generator().manual_seed(0))
+    by_the_sampler = Counter(scored)
+    scored.clear()
+    training.sampling(0.1, samplers.monte_carlo, k)(system, batch, torch.Generator().manual_seed(0))
+    assert scored - by_the_sampler == {"draft": 3 * 2 * k, "answer": 3 * 2 * 2 * k}  # policy and reference; both sides
 
 
 def test_more_of_anything_costs_more():
