@@ -103,7 +103,7 @@ def train(case: Case, row: str, steps: int, lr: float) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         loss = separate_loss(case) if row == "separate" else population_loss(*margins(case))
-        loss.backward()
+        (loss * len(case.reward)).backward()  # summed over inputs: Adam's epsilon then acts alike, however many there are
         optimizer.step()
 
 

@@ -165,10 +165,10 @@ def test_systems_trained_as_one_are_those_trained_alone():
     toy.train(together, "joint", steps=20, lr=0.1)
     for name in ("y", "z"):
         parts = torch.cat([snapshot(case)[name] for case in alone])
-        assert torch.allclose(snapshot(together)[name], parts, atol=1e-5), name
+        assert torch.allclose(snapshot(together)[name], parts, atol=1e-9), name
     records = [record for case in alone for record in toy.measure(case, 2)]
     for found, expected in zip(toy.measure(together, 2), records):
-        assert found == pytest.approx(expected, abs=1e-5)
+        assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_joint_training_finds_the_tilted_marginal():
