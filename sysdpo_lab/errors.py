@@ -290,3 +290,21 @@ class HalfPrecisionWarning(SysDPOWarning):
 
 class DamagedCheckpointWarning(SysDPOWarning):
     """A checkpoint is damaged and was left out; an older one is used."""
+
+
+# --- exact systems ----------------------------------------------------------------------------------------------------
+
+
+class StateSpaceError(SysDPOError, ValueError):
+    """A discrete system has too many joint values to write down one by one."""
+
+
+# --- coursework -------------------------------------------------------------------------------------------------------
+
+
+class ExerciseFormatError(SysDPOError, ValueError):
+    """A lesson's exercise has an unclosed marker, no points, no test, or a name twice; the message names the cell."""
+
+
+class HandInError(SysDPOError, ValueError):
+    """A file that was handed in cannot be graded: missing, no notebook, or of another lesson."""

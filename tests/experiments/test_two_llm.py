@@ -79,7 +79,8 @@ def records_of(out, row):
 
 
 def without_times(history):
-    return [{k: v for k, v in record.items() if k not in ("seconds", "pairs_per_second", "trained", "not_trained")} for record in history]
+    times = ("seconds", "pairs_per_second", "trained", "not_trained")
+    return [{key: value for key, value in record.items() if key not in times} for record in history]
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------
@@ -119,7 +120,10 @@ def test_records_are_complete_and_say_what_the_judge_says(complete):
             assert record["task_score"] == verdict.score and record["words"] == verdict.words
             assert record["draft_score"] == restaurants.judge(facts, record["draft"]).score
             assert record["validity"] == float(verdict.valid and not record["truncated"])
-            rivals = {"wr_chosen": str(pair.chosen)} | ({"wr_prompted": start[record["item"]]["refine"]} if row != "prompted" else {})
+            rivals = {"wr_chosen": str(pair.chosen), "wr_prompted": start[record["item"]]["refine"]}
+            if row == "prompted":
+                del rivals["wr_prompted"]
+                assert "wr_prompted" not in record
             for metric, rival in rivals.items():
                 assert record[metric] == evaluation.win(verdict.score, restaurants.judge(facts, rival).score)
 
@@ -205,7 +209,8 @@ def test_each_adapter_loads_with_plain_peft_and_gives_the_same_log_probabilities
 
     folder = folder_of(complete[1], "joint") / "system"
     x = restaurants.stored_pairs("heldout")[0].inputs["x"]
-    prompt = restaurants.TINY_DRAFT.format(x=x) if name == "draft" else restaurants.TINY_REFINE.format(x=x, draft="Old Mill is cheap.")
+    template = restaurants.TINY_DRAFT if name == "draft" else restaurants.TINY_REFINE
+    prompt = template.format(x=x, draft="Old Mill is cheap.")
     answer = "Old Mill is a restaurant."
     base, tokenizer = tiny_lm.load_tiny_lm()
     with warnings.catch_warnings():
