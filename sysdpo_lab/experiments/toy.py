@@ -185,7 +185,9 @@ def prose(context: "Context") -> str:
     return (
         "Every number is computed, not sampled: the reference-adjusted gap of E3 (0 = the optimum of DPO), the win rate "
         "against the start under the judge's own preferences, and KL from the start in nats. Joint SysDPO-Sampling with all "
-        "intermediates reaches the optimum; so does only:z here, because z sees x and is unrestricted; only:y cannot."
+        "intermediates reaches the optimum; so does only:z here, because z sees x and is unrestricted; only:y cannot. Separate "
+        "counts the reward twice: it wins more often than joint, but by moving further from the start (KL) than its beta "
+        "allows, and misses the optimum. It is over-optimised, not better aligned."
     )
 
 
