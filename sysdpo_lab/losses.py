@@ -321,6 +321,8 @@ def _check_pair(
         raise errors.BatchMismatchError(f"{rows} chosen traces but {others} rejected ones")
     if rows == 0:
         raise errors.BatchMismatchError("the batch holds no pairs")
+    if system.output in names:
+        _check_answers({"chosen": chosen[system.output], "rejected": rejected[system.output]})
     for name in system.inputs:
         if isinstance(chosen[name], Tensor) and isinstance(rejected[name], Tensor) and chosen[name].equal(rejected[name]):
             continue
@@ -417,7 +419,8 @@ def sampling_loss(
     scored = [n for n in trace if n in system.order and (system[n].kind != "deterministic" or n in intermediates)]
     below = [name for name in scored if system.output in system.ancestors(name)]  # their parents differ by side
     hidden, last = [name for name in scored if name not in below], [system.output, *below]
-    codes = joint_codes([group_rows(trace[name], size) for name in trace if name not in system.inputs], rows, size)
+    columns = [group_rows(system[name].identities(trace[name]), size) for name in trace if name not in system.inputs]
+    codes = joint_codes(columns, rows, size)
     weights = repeat_log_weights(codes, repeats, _checked_weights(log_weights, rows, size))
     shared, shared_ref = _terms(system, trace, hidden, {}) if hidden else ({}, {})
     sides = {}
@@ -467,6 +470,7 @@ def _check_can_be_summed(system: "CompoundSystem") -> None:
 def _check_sets(system, inputs, chosen, rejected, intermediates) -> tuple[int, int]:
     system._inputs(inputs)
     rows = batch_length(chosen)
+    _check_answers({"chosen": chosen, "rejected": rejected})
     lengths = {"chosen": rows, "rejected": batch_length(rejected)}
     lengths |= {name: batch_length(value) for name, value in {**inputs, **intermediates}.items()}
     if len(set(lengths.values())) > 1:
@@ -484,11 +488,19 @@ def _check_sets(system, inputs, chosen, rejected, intermediates) -> tuple[int, i
         raise errors.BatchMismatchError(
             f"intermediates of {flat[0]!r} have shape {tuple(intermediates[flat[0]].shape)}, expected (B, k)"
         )
-    sizes = {(name, len(row)) for name, value in intermediates.items() for row in value}
+    sizes = {(name, batch_length(row)) for name, value in intermediates.items() for row in value}
     numbers = {size for _, size in sizes}
     if len(numbers) > 1 or 0 in numbers:
         raise errors.BatchMismatchError(f"every row needs the same number k >= 1 of joint assignments; found {sorted(sizes)}")
     return rows, numbers.pop() if numbers else 1
+
+
+def _check_answers(sides: Mapping[str, Batch]) -> None:
+    """A missing answer is no answer of log-probability 0."""
+    for side, values in sides.items():
+        if not isinstance(values, Tensor) and any(value is None for value in values):
+            row = next(row for row, value in enumerate(values) if value is None)
+            raise errors.EmptyCompletionError(f"row {row}: {side} holds no answer (None); leave the pair out")
 
 
 def _checked_weights(log_weights: Tensor | None, rows: int, size: int) -> Float[Tensor, "B K"] | None:

