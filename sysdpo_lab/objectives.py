@@ -20,6 +20,7 @@ from sysdpo_lab.decoding import evaluating
 from sysdpo_lab.fingerprints import digest
 from sysdpo_lab.losses import PairLoss
 from sysdpo_lab.preferences import PairBatch, Pairs, collate
+from sysdpo_lab.samplers import beam
 from sysdpo_lab.samplers.candidates import check_size
 
 if TYPE_CHECKING:
@@ -211,9 +212,7 @@ def _check_options(name: str, sampler: Callable, options: Mapping[str, Any]) -> 
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         if name not in SAMPLERS:
             return
-        search = inspect.signature(samplers.diverse_beam_search).parameters.values()
-        own = ("num_groups", "beams_per_group", "eos_token_id", "pad_token_id")  # set by the component itself
-        allowed += [p.name for p in search if p.kind is p.KEYWORD_ONLY and p.name not in (*own, *allowed)]
+        allowed = list(beam.OPTIONS)
     for option in options:
         if option not in allowed:
             raise errors.UnknownOptionError(f"{name} has no option {option!r}; it has {', '.join(allowed) or 'none'}")

@@ -416,6 +416,7 @@ def load(path: str | os.PathLike, on_error: str = "drop", duplicates: str = "dro
     | trl-implicit-prompt | chosen, rejected: conversations that differ in the last message | the shared messages |
     | intel-orca | system, question, chosen, rejected: texts | messages (system only where not empty) |
 
+    A column `system` is the system message in every schema, and either answer may be a conversation's last message.
     Messages are a tuple of {"role": ..., "content": ...}, which `CausalLM` templates pass to a chat template. Chosen
     and rejected are texts. Other columns go to `meta`. The file is only read.
 
@@ -483,7 +484,7 @@ def _parse(raw: bytes) -> tuple[str, Pair]:
     for side, text in (("chosen", chosen), ("rejected", rejected)):
         if not text.strip():
             raise _RowError(f"{side!r} is empty; an empty answer cannot be scored, leave the line out")
-    used = {"prompt", "chosen", "rejected"} | ({"system", "question"} if schema == "intel-orca" else set())
+    used = {"prompt", "chosen", "rejected", "system"} | ({"question"} if schema == "intel-orca" else set())
     meta = {name: value for name, value in row.items() if name not in used}
     chosen, rejected = (_with_tokens(text, side, meta) for side, text in (("chosen", chosen), ("rejected", rejected)))
     if _same(chosen, rejected):
@@ -510,8 +511,32 @@ def _json_object(raw: bytes) -> dict[str, Any]:
 def _read_schema(row: dict[str, Any]) -> tuple[str, Any, str, str]:
     """(schema, x, chosen, rejected) of one line."""
     if "prompt" not in row and "question" in row:
-        system = _text(row, "system") if row.get("system") is not None else ""
-        return "intel-orca", _messages_of(system, _text(row, "question")), _text(row, "chosen"), _text(row, "rejected")
+        x, sides = _messages_of(_system(row), _text(row, "question")), []
+        for side in ("chosen", "rejected"):
+            sides.append(_last(_messages(row, side), x, side) if isinstance(row[side], list) else _text(row, side))
+        return "intel-orca", x, *sides
+    schema, x, chosen, rejected = _read_trl(row)
+    return schema, _with_system(_system(row), x), chosen, rejected
+
+
+def _system(row: dict[str, Any]) -> str:
+    return _text(row, "system") if row.get("system") is not None else ""
+
+
+def _with_system(system: str, x: str | tuple) -> str | tuple:
+    """A prompt under the system message that stands in a column of its own."""
+    if not system.strip():
+        return x
+    if isinstance(x, str):
+        return _messages_of(system, x)
+    if x[0]["role"] != "system":
+        return ({"role": "system", "content": system}, *x)
+    if x[0]["content"].strip() != system.strip():
+        raise _RowError("'system' is not the system message of the prompt; remove the wrong one")
+    return x
+
+
+def _read_trl(row: dict[str, Any]) -> tuple[str, Any, str, str]:
     if isinstance(row["chosen"], list) or isinstance(row["rejected"], list):
         return _read_conversations(row)
     if "prompt" not in row:

@@ -44,9 +44,11 @@ def save_system(system: "CompoundSystem", folder: str | Path) -> Path:
     adapters are in peft's own format.
 
     Raises:
-        SaveFormatError: a component cannot be written (a Tool whose function has no importable name, for example).
+        SaveFormatError: a component cannot be written (a Tool whose function has no importable name, for example), or the
+            folder holds something else than an earlier save.
     """
     folder = Path(folder)
+    _check_replaceable(folder)
     with atomic.folder(folder) as work:
         nodes = []
         for component in system.components:
@@ -68,6 +70,24 @@ def save_system(system: "CompoundSystem", folder: str | Path) -> Path:
         atomic.write_json(work / "system.json", spec)
         atomic.write_text(work / "README.md", card(system))
     return folder
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Only an earlier save, or an empty folder, may be replaced: whatever else lies there is somebody's work."""
+    if folder.is_dir():
+        if not any(folder.iterdir()) or _is_save(folder / "system.json"):
+            return
+        raise errors.SaveFormatError(f"{folder} holds other files, which saving would remove; name a new folder")
+    if folder.exists():
+        raise errors.SaveFormatError(f"{folder} is a file; name a new folder")
+
+
+def _is_save(path: Path) -> bool:
+    try:
+        spec = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(spec, dict) and str(spec.get("format", "")).startswith("sysdpo-lab-system/")
 
 
 def _safe(name: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sysdpo_lab import errors
 from sysdpo_lab.components.base import Batch, Component, batch_length, fresh_generator, repeat_rows
+from sysdpo_lab.components.prompts import is_conversation
 
 Trace = dict[str, Batch]
 
@@ -199,6 +200,9 @@ class CompoundSystem(nn.Module):
         if missing:
             raise errors.MissingParentError(f"no value of the input {missing[0]!r} was given; got {sorted(inputs)}")
         given = {name: inputs[name] for name in self.inputs}
+        alone = next((name for name, value in given.items() if is_conversation(value)), None)
+        if alone is not None:
+            raise errors.BatchMismatchError(f"the input {alone!r} is one conversation, not a batch of them; write [messages]")
         lengths = {name: batch_length(value) for name, value in given.items()}
         if len(set(lengths.values())) > 1:
             raise errors.BatchMismatchError(f"the inputs have different numbers of rows: {lengths}")

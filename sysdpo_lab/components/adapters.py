@@ -180,11 +180,16 @@ def attach(model: nn.Module, adapter: AdapterSource, component: str, generator: 
     return Attached(peft_model, name, folder is None and is_neutral(peft_model, name))
 
 
-def adopt(model: nn.Module, component: str) -> Attached:
-    """The active adapter of a peft model that was made elsewhere, as a component's own."""
+def is_adapter_of(model: nn.Module, adapter: AdapterSource) -> bool:
+    """Whether `adapter` is the name of one that a peft model has."""
+    return isinstance(adapter, str) and adapter in getattr(model, "peft_config", ())
+
+
+def adopt(model: nn.Module, component: str, name: str | None = None) -> Attached:
+    """One adapter of a peft model that was made elsewhere (None: its only active one), as a component's own."""
     from peft import PeftModel
 
-    active = model.active_adapters if isinstance(model, PeftModel) else ()
+    active = ([name] if name else model.active_adapters) if isinstance(model, PeftModel) else ()
     if len(active) != 1:
         raise errors.AdapterError(
             f"component {component!r}: other components have adapters on this model, so it cannot be trained as a whole; give "
@@ -192,6 +197,9 @@ def adopt(model: nn.Module, component: str) -> Attached:
         )
     _check_config(model.peft_config[active[0]], model.get_base_model(), component)
     model.get_base_model().__dict__[_SHARED] = model
+    if name:  # peft turns gradients on for the active adapter only
+        for parameter in adapter_parameters(model, name).values():
+            parameter.requires_grad_(True)
     return Attached(model, active[0], is_neutral(model, active[0]))
 
 

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,8 +35,9 @@ class CausalLM(Component):
             keywords where its signature allows that, else with one dict. It makes a str or a list of chat messages; with
             a chat template a str becomes one user message. A function that returns None: not called in this row.
         adapter: what is trained. A rank (LoRA on all linear layers, alpha = 2 x rank), a peft config, the folder of a
-            saved adapter to start from, or another CausalLM (both share its adapter). None trains the whole model, or,
-            for a peft model, its active adapter. Components given the same base share it.
+            saved adapter to start from, the name of an adapter that a peft model has, or another CausalLM (both share its
+            adapter). None trains the whole model, or, for a peft model, its active adapter. Components given the same
+            base share it.
         max_new_tokens: longest completion that is generated; one that is cut there has no EOS and none is scored.
         reference: the frozen start. "adapter": the base with adapters off, or a frozen second copy of the start adapter
             where that is not zero; no second model. "copy": a second model (twice the memory). "cached": stored
@@ -77,18 +79,36 @@ class CausalLM(Component):
         self.template, self.temperature, self.diversity_penalty = template, temperature, diversity_penalty
         self.max_new_tokens, self.min_new_tokens = _whole(name, max_new_tokens=max_new_tokens), min_new_tokens
         self.pad_to_multiple = pad_to_multiple and _whole(name, pad_to_multiple=pad_to_multiple)
+        self._check_options()
         if isinstance(model, (str, Path)):
             model, found = loading.load_causal_lm(model, dtype=dtype, revision=revision)
             tokenizer = found if tokenizer is None else tokenizer
+        if not isinstance(model, nn.Module):
+            raise errors.MissingModelError(
+                f"component {name!r}: model must be a transformers model, a folder, a .gguf file or a hub id, found {model!r}"
+            )
         self.adapter_name: str | None = None
         self.reference_adapter: str | None = None
         self.reference_model: nn.Module | None = None
-        self.tied_to: str | None = None
+        self.tied_to: str | None = None  # the component whose weights these are, when they are shared
         self._cache: dict[tuple[Ids, Ids], float] = {}
         neutral = self._attach(model, adapter, generator)
         self.encoder = Encoder(name, tokenizer, stop_ids(self.network, tokenizer))
         self._reference_strategy(reference, neutral, adapter)
         self._start = self._weights_mark() if self.strategy == "cached" else None
+
+    def _check_options(self) -> None:
+        """Named errors now, not at the first draw of a long run."""
+        for option, least, limit in (("temperature", math.ulp(0.0), "> 0"), ("diversity_penalty", 0.0, ">= 0")):
+            value = getattr(self, option)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+                raise errors.OptionRangeError(f"component {self.name!r}: {option}={value!r} must be a finite number {limit}")
+        shortest = self.min_new_tokens
+        if isinstance(shortest, bool) or not isinstance(shortest, int) or not 0 <= shortest <= self.max_new_tokens:
+            raise errors.OptionRangeError(
+                f"component {self.name!r}: min_new_tokens={shortest!r} must be a whole number from 0 to "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
 
     # -- the model ----------------------------------------------------------------------------------------------------
     def _attach(self, model: nn.Module, adapter: Any, generator: torch.Generator | None) -> bool:
@@ -99,15 +119,24 @@ class CausalLM(Component):
             return False
         if adapter is None and not hasattr(model, "peft_config"):
             self.model = model
-            model.__dict__[_WHOLE] = weakref.ref(self)
+            self._tie_if_shared(model, _WHOLE)
             return False
-        if adapter is None:
-            attached = adapters.adopt(model, self.name)
+        if adapter is None or adapters.is_adapter_of(model, adapter):
+            attached = adapters.adopt(model, self.name, adapter)
+            self._tie_if_shared(model.get_base_model(), f"{_WHOLE}_{attached.name}")
         else:
             self._check_base(model)
             attached = adapters.attach(model, adapter, self.name, generator)
         self.model, self.adapter_name = attached.model, attached.name
         return attached.neutral
+
+    def _tie_if_shared(self, model: nn.Module, mark: str) -> None:
+        """Note that the component trains this part of the model; a second one is tied to it, also in a saved system."""
+        other = model.__dict__.get(mark, lambda: None)()
+        if other is None:
+            model.__dict__[mark] = weakref.ref(self)
+        else:
+            self.tied_to = other.tied_to or other.name
 
     def _check_base(self, model: nn.Module) -> None:
         other = model.__dict__.get(_WHOLE, lambda: None)()
@@ -348,11 +377,13 @@ class CausalLM(Component):
         diversity_penalty: float | None = None,
         min_new_tokens: int | None = None,
         max_new_tokens: int | None = None,
+        **search: Any,
     ) -> Batch:
         """k likely and different completions a row by diverse beam search, k groups of one beam: B lists of k, by group.
 
         Args:
             diversity_penalty, min_new_tokens, max_new_tokens: None takes the component's own.
+            search: length_penalty, early_stopping, finished_groups of `samplers.diverse_beam_search`.
         """
         from sysdpo_lab.samplers.beam_search import diverse_beam_search
 
@@ -360,6 +391,7 @@ class CausalLM(Component):
             "num_groups": k,
             "diversity_penalty": self.diversity_penalty if diversity_penalty is None else diversity_penalty,
             "min_new_tokens": self.min_new_tokens if min_new_tokens is None else min_new_tokens,
+            **search,
         }
         return self._decode(diverse_beam_search, parent_values, k, options, max_new_tokens)
 

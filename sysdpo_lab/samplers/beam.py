@@ -4,10 +4,13 @@ from collections.abc import Mapping
 
 import torch
 
+from sysdpo_lab import errors
 from sysdpo_lab.components.base import Batch, repeat_rows
 from sysdpo_lab.losses import first_of_each
 from sysdpo_lab.samplers.ancestral import draw_jointly
 from sysdpo_lab.samplers.candidates import Candidates, candidates, check_size, hidden_log_prob
+
+OPTIONS = ("diversity_penalty", "max_new_tokens", "min_new_tokens", "length_penalty", "early_stopping", "finished_groups")
 
 
 @torch.no_grad()
@@ -31,13 +34,18 @@ def diverse_beam(
         generator: ignored.
         diversity_penalty: nats taken off a token for each earlier group that chose it in the same step; larger is more
             diverse (the paper: 20).
-        options: passed to the language models' search (max_new_tokens, min_new_tokens).
+        options: passed to the language models' `diverse_beam_search`: those in `OPTIONS`.
 
     Returns:
         Candidates; entries that repeat an earlier one or are impossible (a table with fewer than k possible values) have
         weight -inf.
+
+    Raises:
+        UnknownOptionError: k < 1, or an option that no search has.
     """
     check_size(k)
+    for option in options:
+        errors.check_option("option of diverse_beam", option, OPTIONS)
     if not system.hidden:
         return candidates(system, inputs, {}, 1)
     options = {"diversity_penalty": diversity_penalty, **options}
