@@ -9,7 +9,7 @@ from pathlib import Path
 from sysdpo_lab import errors, paths
 
 LESSON = "00_start_here"
-SHORT = {"pairs": 60, "heldout": 24, "steps": 24, "batch": 1, "warmup": 3}
+SHORT = {"pairs": 60, "heldout": 20, "steps": 20, "batch": 1, "warmup": 3}
 SEEDS = (0,)
 COMMAND = "python -m sysdpo_lab demo"
 

@@ -578,8 +578,9 @@ def _check_shared(shared: tuple, rejected: tuple, prompt: str | None) -> None:
 
 
 def _last(conversation: tuple, shared: tuple, side: str) -> str:
-    """The one assistant message that follows the shared messages (which a side may repeat or leave out)."""
-    rest = conversation[len(shared) :] if conversation[: len(shared)] == shared else conversation
+    """The one assistant message that follows the shared messages (which a side may repeat, all or but the system's)."""
+    starts = (shared, shared[1:] if shared[0]["role"] == "system" else shared)
+    rest = next((conversation[len(start) :] for start in starts if conversation[: len(start)] == start), conversation)
     if len(rest) != 1:
         raise _RowError(
             f"{side!r} has {len(rest)} messages after the prompt that both sides share; one answer can be scored"
@@ -655,7 +656,7 @@ def _to_row(pair: Pair, row: int) -> dict[str, Any]:
         value = getattr(pair, side)
         if isinstance(value, Completion):
             line |= {f"{side}_token_ids": list(value.token_ids), f"{side}_truncated": value.truncated}
-    clash = sorted(set(line) & set(pair.meta))
+    clash = sorted({*line, "system"} & set(pair.meta))
     if clash:
         raise errors.PairFormatError(f"row {row}: meta holds {clash[0]!r}, which is a column of its own; rename it")
     return line | pair.meta

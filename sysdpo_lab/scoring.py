@@ -162,9 +162,22 @@ def sequence_log_probs(
         model: a transformers causal language model, adapters (if any) already chosen.
         prompts, completions: N rows of token ids, none empty; completions with their EOS when they have one.
         pad: any id of the vocabulary.
-        pad_to_multiple: see `pack`.
+        pad_to_multiple: see `pack`; not for models with recurrent states, whose rows are read unpadded, by prompt length.
     """
-    packed = pack(prompts, completions, pad, pad_to_multiple)
+    lengths = [len(prompt) for prompt in prompts]
+    groups = [range(len(prompts))]
+    if getattr(model, "_is_stateful", False):  # such a model's states may count pad columns as text
+        groups = [[row for row, own in enumerate(lengths) if own == length] for length in dict.fromkeys(lengths)]
+        pad_to_multiple = None
+    parts = []
+    for rows in groups:
+        packed = pack([prompts[row] for row in rows], [completions[row] for row in rows], pad, pad_to_multiple)
+        parts.append(_packed_log_probs(model, packed))
+    order = torch.tensor([row for rows in groups for row in rows], device=parts[0].device)
+    return torch.cat(parts)[order.argsort()]
+
+
+def _packed_log_probs(model: nn.Module, packed: Packed) -> Float[Tensor, " N"]:
     with without_dropout(model):
         logits = completion_logits(model, packed)
     log_probs = token_log_probs(logits, packed.targets.to(logits.device))

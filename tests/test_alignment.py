@@ -122,6 +122,61 @@ def test_fit_beta_leaves_impossible_outputs_out_and_never_divides_by_zero():
     assert all(map(math.isnan, alignment.fit_beta(f64([[1.0, 0.0, 0.0]]), bradley_terry(reward))))
 
 
+def test_log_p_ref_as_second_regressor_gives_beta_and_its_negative():
+    """Theory S6.2: exactly (beta, -beta) for the optimum of DPO, at any reference."""
+    g = torch.Generator().manual_seed(0)
+    for beta in (0.1, 0.5, 2.0):
+        reward, start = torch.randn(3, 4, generator=g).double(), torch.softmax(torch.randn(3, 4, generator=g).double(), 1)
+        found = alignment.fit_beta(exact.tilt(start, reward, beta), bradley_terry(reward), start)
+        assert found == pytest.approx((beta, -beta, 0.0), abs=1e-12)
+
+
+def test_the_untrained_reference_has_no_share_of_its_own():
+    """p = p_ref leaves only the sum of the two coefficients fixed; the smallest pair is half each."""
+    reward, start = f64([[0.0, 1.0, 2.0]]), f64([[0.6, 0.3, 0.1]])
+    alone = alignment.fit_beta(start, bradley_terry(reward))
+    assert alignment.fit_beta(start, bradley_terry(reward), start) == pytest.approx((alone[0] / 2, alone[0] / 2, alone[1]))
+
+
+def test_fit_beta_with_a_reference_leaves_out_what_either_cannot_make():
+    reward, start = f64([[0.0, 1.0, 2.0]]), f64([[0.5, 0.5, 0.0]])
+    found = alignment.fit_beta(torch.ones(1, 3) / 3, bradley_terry(reward), start)
+    assert found == pytest.approx((0.0, 0.0, 1.0))
+    assert all(map(math.isnan, alignment.fit_beta(f64([[1.0, 0.0, 0.0]]), bradley_terry(reward), start)))
+    with pytest.raises(errors.CardinalityError, match="p_reference has shape"):
+        alignment.fit_beta(start, bradley_terry(reward), f64([[0.5, 0.5]]))
+
+
+# --- probability gap ------------------------------------------------------------------------------------------------
+
+
+def test_probability_gap_by_hand():
+    """Odds of p at beta 0.5: sqrt(p_i / p_j); the judge says sigmoid(L)."""
+    p, reward = f64([[0.64, 0.32, 0.04]]), f64([[0.0, 1.0, 2.0]])
+    expected = max(
+        abs(1 / (1 + math.exp(reward[0, j] - reward[0, i])) - 1 / (1 + math.sqrt(p[0, j] / p[0, i])))
+        for i, j in itertools.permutations(range(3), 2)
+    )
+    assert alignment.probability_gap(p, bradley_terry(reward), 0.5) == pytest.approx(expected, abs=1e-14)
+
+
+@pytest.mark.parametrize("p_reference", [None, *LAWS], ids=str)
+@pytest.mark.parametrize("p", LAWS, ids=str)
+def test_probability_gap_is_a_number_between_0_and_1_for_every_combination_of_zeros(p, p_reference):
+    found = alignment.probability_gap(p, bradley_terry(f64([[0.3, -1.0, 2.0]])), 0.7, p_reference)
+    assert 0 <= found <= 1
+    both = [i for i in range(3) if p[0, i] > 0 or p_reference is None or p_reference[0, i] > 0]
+    if len(both) == 1:
+        assert found == 0
+
+
+def test_the_optimum_of_dpo_has_no_adjusted_probability_gap():
+    reward, start = f64([[0.0, 1.0, 2.0]]), f64([[0.6, 0.3, 0.1]])
+    p = exact.tilt(start, reward, 0.5)
+    assert alignment.probability_gap(p, bradley_terry(reward), 0.5, start) < 1e-14
+    assert alignment.probability_gap(p, bradley_terry(reward), 0.5) > 0.1
+
+
 # --- cycles ---------------------------------------------------------------------------------------------------------
 
 
@@ -158,6 +213,140 @@ def test_the_rms_gap_of_every_system_is_at_least_the_cycle():
 
 def test_a_single_output_has_no_cycle():
     assert alignment.cycle_residual(f64([[[0.0]]])) == 0.0
+
+
+MIXED = bradley_terry(f64([[0.0, 0.5, 1.0, 1.5]]))
+for _i, _j in ((0, 1), (1, 2), (2, 0)):
+    MIXED[0, _i, _j] += 0.9
+    MIXED[0, _j, _i] -= 0.9
+
+
+def random_preference(seed, size=5):
+    upper = torch.randn(2, size, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).triu(1)
+    return upper - upper.transpose(1, 2)
+
+
+def test_the_hodge_split_is_orthogonal_and_adds_up():
+    """Theory S6.3: C is orthogonal to every gradient, so its rows sum to 0."""
+    for seed in range(10):
+        logits = random_preference(seed)
+        phi, cycle = alignment.hodge_split(logits)
+        torch.testing.assert_close(bradley_terry(phi) + cycle, logits)
+        assert cycle.sum(2).abs().max() < 1e-12 and phi.sum(1).abs().max() < 1e-12
+    assert alignment.hodge_split(bradley_terry(f64([[0.0, 1.0, 5.0]])))[0].tolist()[0] == pytest.approx([-2.0, -1.0, 3.0])
+
+
+def test_a_preference_without_cycles_is_met_by_its_potential_at_every_beta():
+    """Theory S6.3."""
+    logits = bradley_terry(torch.randn(2, 5, generator=torch.Generator().manual_seed(1)).double())
+    phi = alignment.hodge_split(logits)[0]
+    for beta in (0.1, 1.0, 7.0):
+        assert alignment.gap(torch.softmax(phi / beta, 1), logits, beta) < 1e-12
+
+
+def test_best_gap_is_the_largest_mean_of_a_cycle():
+    """Against all simple cycles, listed one by one."""
+    for seed in range(10):
+        logits = random_preference(seed)
+        means = [
+            torch.stack([logits[:, c[i], c[(i + 1) % n]] for i in range(n)]).mean(0)
+            for n in range(2, 6)
+            for c in itertools.permutations(range(5), n)
+        ]
+        expected = torch.stack(means).amax(0).clamp(min=0)
+        assert alignment.best_gap(logits)[0] == pytest.approx(expected.max().item(), abs=1e-12)
+
+
+def test_best_gap_is_reached_by_its_potential_and_by_nothing_better():
+    for seed in range(5):
+        logits = random_preference(seed)
+        value, phi = alignment.best_gap(logits)
+        assert alignment.gap(torch.softmax(phi / 0.5, 1), logits, 0.5) == pytest.approx(value, abs=1e-12)
+        start = torch.softmax(torch.randn(2, 5, generator=torch.Generator().manual_seed(seed)).double(), 1)
+        tilted = exact.tilt(start, phi, 0.5)
+        assert alignment.gap(tilted, logits, 0.5, start) == pytest.approx(value, abs=1e-12)
+        g = torch.Generator().manual_seed(seed)
+        for _ in range(50):
+            other = torch.softmax((phi + 0.3 * torch.randn(2, 5, generator=g)) / 0.5, 1)
+            assert alignment.gap(other, logits, 0.5) >= value - 1e-12
+
+
+def test_a_mixed_preference():
+    """Theory S6.4: rms(C) 0.636, best max-gap 0.9; DPO's solution has rms 0.647 and max-gap 1.097, another projection."""
+    assert alignment.cycle_residual(MIXED) == pytest.approx(0.636, abs=5e-4)
+    value, phi = alignment.best_gap(MIXED)
+    assert value == pytest.approx(0.9, abs=1e-12)
+    dpo = alignment.logistic_potential(MIXED)
+    rest = MIXED - bradley_terry(dpo)
+    i, j = torch.triu_indices(4, 4, 1)
+    assert rest[0, i, j].pow(2).mean().sqrt().item() == pytest.approx(0.647, abs=5e-4)
+    assert alignment.gap(torch.softmax(dpo / 0.5, 1), MIXED, 0.5) == pytest.approx(1.097, abs=5e-4)
+    assert (dpo - alignment.hodge_split(MIXED)[0]).abs().max() > 0.01
+
+
+# --- DPO's own projection ---------------------------------------------------------------------------------------------
+
+
+def test_the_logistic_potential_minimises_the_loss():
+    """Its gradient is 0: at each output the judge's and the system's win rates over all others agree."""
+    for seed in range(5):
+        logits = 2 * random_preference(seed)
+        phi = alignment.logistic_potential(logits)
+        margin = bradley_terry(phi)
+        torch.testing.assert_close(torch.sigmoid(logits).sum(2), torch.sigmoid(margin).sum(2), rtol=0, atol=1e-12)
+    reward = torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).double()
+    torch.testing.assert_close(bradley_terry(alignment.logistic_potential(bradley_terry(reward))), bradley_terry(reward))
+
+
+def test_a_connected_comparison_graph_is_enough_and_two_islands_are_not():
+    """Theory S1.4: on a path 0-1-2-3 Bradley-Terry fixes everything; islands keep an offset that nobody compared."""
+    reward = f64([[0.0, 2.0, -1.0, 1.5]])
+    path, islands = torch.zeros(1, 4, 4), torch.zeros(1, 4, 4)
+    path[0, [0, 1, 2], [1, 2, 3]] = 1
+    islands[0, [0, 2], [1, 3]] = 1
+    for graph, whole in ((path, True), (islands, False)):
+        phi = alignment.logistic_potential(bradley_terry(reward), graph)
+        p = torch.softmax(phi / 0.5, 1)
+        assert alignment.excess_loss(p, bradley_terry(reward), 0.5, weights=graph) < 1e-12
+        assert (alignment.gap(p, bradley_terry(reward), 0.5) < 1e-9) == whole
+    assert phi[0].tolist() == pytest.approx([-1.0, 1.0, -1.25, 1.25])
+
+
+def test_a_certain_looking_judge_does_not_break_newton():
+    logits = bradley_terry(f64([[0.0, 25.0, -25.0]]))
+    torch.testing.assert_close(bradley_terry(alignment.logistic_potential(logits)), logits, rtol=0, atol=1e-3)
+
+
+# --- excess loss --------------------------------------------------------------------------------------------------------
+
+
+def test_excess_loss_is_the_mean_kl_between_the_judge_and_the_odds():
+    p, reward = f64([[0.2, 0.3, 0.5]]), f64([[0.0, 1.0, -1.0]])
+    expected = 0.0
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        a = 1 / (1 + math.exp(reward[0, j] - reward[0, i]))
+        b = p[0, i].item() ** 0.7 / (p[0, i].item() ** 0.7 + p[0, j].item() ** 0.7)
+        expected += (a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))) / 3
+    assert alignment.excess_loss(p, bradley_terry(reward), 0.7) == pytest.approx(expected, abs=1e-14)
+
+
+def test_excess_loss_of_the_optimum_is_zero_and_of_rock_paper_scissors_is_not():
+    reward, start = f64([[0.0, 1.0, 2.0]]), f64([[0.6, 0.3, 0.1]])
+    assert alignment.excess_loss(exact.tilt(start, reward, 0.5), bradley_terry(reward), 0.5, start) < 1e-15
+    uniform = torch.ones(1, 3) / 3
+    assert alignment.excess_loss(uniform, rock_paper_scissors(), 0.5) == pytest.approx(0.1927, abs=5e-5)
+    assert alignment.logistic_potential(rock_paper_scissors()).abs().max() < 1e-12  # DPO returns the uniform policy
+
+
+def test_excess_loss_is_infinite_where_a_compared_output_is_impossible():
+    reward, sure = f64([[0.0, 1.0, 2.0]]), f64([[0.5, 0.5, 0.0]])
+    assert alignment.excess_loss(sure, bradley_terry(reward), 0.5) == math.inf
+    only = torch.zeros(1, 3, 3)
+    only[0, 0, 1] = 1
+    assert alignment.excess_loss(sure, bradley_terry(reward), 0.5, weights=only) < math.inf
+    assert alignment.excess_loss(sure, bradley_terry(reward), 0.5, p_reference=sure) < math.inf
+    certain = f64([[[0.0, math.inf], [-math.inf, 0.0]]])
+    assert alignment.excess_loss(f64([[0.5, 0.5]]), certain, 0.5) == pytest.approx(math.log(2))
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -208,6 +397,11 @@ BAD = {
         errors.ValueRangeError,
         "inf",
         lambda: alignment.gap(P, f64([[[0, math.inf], [-3.0, 0]]]), 1.0),
+    ),
+    "best gap of a certain judge": (
+        errors.NonFiniteError,
+        "infinity",
+        lambda: alignment.best_gap(f64([[[0, math.inf], [-math.inf, 0]]])),
     ),
     "cycles of a certain judge": (
         errors.NonFiniteError,

@@ -212,7 +212,20 @@ def test_earlier_turns_stay_in_the_input(tmp_path):
     assert pairs[0].inputs["x"] == tuple(shared)
 
 
+@pytest.mark.parametrize("prompt", ["q", [user("q")], [{"role": "system", "content": "s"}, user("q")]])
+def test_a_system_column_is_the_system_message_in_every_schema(tmp_path, prompt):
+    rows = [{"system": "s", "prompt": prompt, "chosen": "a", "rejected": "b"}]
+    rows.append({"system": "s", "question": "p", "chosen": [assistant("a")], "rejected": [user("p"), assistant("b")]})
+    pairs, report = preferences.load(write(tmp_path / "p.jsonl", *rows))
+    asked = [({"role": "system", "content": "s"}, user(question)) for question in "qp"]
+    assert [pair.inputs["x"] for pair in pairs] == asked and report.dropped == []
+    assert [(pair.chosen, pair.rejected, pair.meta) for pair in pairs] == [("a", "b", {})] * 2
+    preferences.save(tmp_path / "q.jsonl", pairs)
+    assert list(preferences.load(tmp_path / "q.jsonl")[0]) == list(pairs)
+
+
 BAD_LINES = [
+    ({"system": "t", "prompt": [{"role": "system", "content": "s"}, user("q")], "chosen": "a", "rejected": "b"}, "wrong one"),
     (b'{"prompt": "q", "chosen": "a"', "not JSON"),
     (b"[1, 2]", "a JSON list, not an object"),
     (b'{"prompt": "caf\xe9", "chosen": "a", "rejected": "b"}', "not UTF-8"),

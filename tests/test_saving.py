@@ -133,6 +133,20 @@ def test_functions_that_cannot_be_imported_are_named_and_leave_the_old_folder(tm
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
+def test_only_an_earlier_save_or_an_empty_folder_is_replaced(tmp_path):
+    for name in ("mine", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    (tmp_path / "mine" / "system.json").write_text('{"solar": "system"}')
+    (tmp_path / "file").write_text("keep me")
+    with pytest.raises(errors.SaveFormatError, match="mine holds other files.*name a new folder"):
+        rs.chain().save(tmp_path / "mine")
+    with pytest.raises(errors.SaveFormatError, match="file is a file"):
+        rs.chain().save(tmp_path / "file")
+    assert (tmp_path / "mine" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "keep me"
+    assert CompoundSystem.load(rs.chain().save(tmp_path / "empty")).order == ["y", "z"]
+
+
 @pytest.mark.parametrize("function", [rs.larger, rs.upper, abs, max, str.upper, json.dumps])
 def test_importable_functions_come_back_as_themselves(function):
     assert saving.function_at(saving.function_path(function)) == function

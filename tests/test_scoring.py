@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sysdpo_lab import scoring
-from tests import tiny
+from tests import table_lm, tiny
 
 KINDS = ("llama", "qwen2", "gpt2")
 PROMPTS = [(5, 9, 17, 4), (30, 12), (8,)]
@@ -44,6 +44,24 @@ def test_a_row_alone_equals_the_row_in_a_batch(kind, attention):
     for row, (prompt, completion) in enumerate(zip(PROMPTS, COMPLETIONS)):
         alone = score(model, [prompt], [completion])
         assert abs(alone.item() - together[row].item()) < 1e-5
+
+
+RECURRENT = {
+    "rwkv": {"hidden_size": 16, "num_hidden_layers": 2, "attention_hidden_size": 16, "context_length": 128},
+    "recurrent_gemma": {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "lru_width": 16,
+                        "intermediate_size": 24, "attention_window_size": 8},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_recurrent_states_never_see_padding(kind, monkeypatch):
+    monkeypatch.setitem(table_lm.ARCHITECTURES, kind, RECURRENT[kind])
+    model = table_lm.random_model(kind, vocabulary=64)
+    wanted = torch.tensor([table_lm.forced_log_prob(model, list(p), c) for p, c in zip(PROMPTS, COMPLETIONS)])
+    for multiple in (None, 8):
+        torch.testing.assert_close(score(model, pad_to_multiple=multiple), wanted, atol=1e-4, rtol=0)
+    monkeypatch.setattr(type(model), "_is_stateful", False)
+    assert (score(model) - wanted).abs().max() > 1e-2  # the trap is real
 
 
 def test_pad_id_and_extra_pad_columns_change_nothing():

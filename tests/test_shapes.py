@@ -32,6 +32,18 @@ for sampler, options in (
 p, logits = exact.marginal(system), torch.zeros(2, 4, 4)
 alignment.gap(p, logits, 1.0, p), alignment.fit_beta(p, logits), alignment.cycle_residual(logits)
 exact.tilted_marginal(system, torch.zeros(2, 4), 0.5)
+judge, rewards = torch.zeros(2, 4, 4), torch.randn(2, 4, generator=g)
+alignment.probability_gap(p, logits, 1.0, p), alignment.fit_beta(p, logits, p), alignment.hodge_split(logits)
+alignment.best_gap(logits), alignment.logistic_potential(logits), alignment.excess_loss(p, logits, 1.0, p)
+grid, joint = exact.Joint(system), exact.tilted_joint(system, rewards, 0.5)
+exact.project(system, joint), exact.factorisation_defect(system, joint), exact.h_transform(system, rewards, 0.5)
+exact.holds_direct(system, rewards, 0.5), exact.with_edge(system, "r", "v"), exact.posterior(system), exact.kl_joint(system)
+exact.kl_marginal(system), exact.win_rate(exact.decoded(system, "greedy"), p, judge), exact.expected_reward(p, rewards)
+stacked = exact.stack([system, system])
+for variant in (exact.direct, exact.sampling, exact.separate_traces):
+    objective = variant(stacked, judge.repeat(2, 1, 1), 0.5, systems=2)
+    exact.train(stacked, objective.sampled(50, g, 2), steps=2)
+exact.separate(system, judge, 0.5, answers=[])(), exact.minimise(system, exact.sampling(system, judge, 0.5), 2, g, steps=2)
 with system.reference():
     system.log_prob(a)
 system.freeze("y"), system.unfreeze("y"), system.trainable_parameters()

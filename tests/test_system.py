@@ -231,6 +231,10 @@ def test_bad_inputs_of_a_walk_are_answered_by_name(walk):
         go({"x": X, "u": X})
     with pytest.raises(errors.ValueRangeError, match="x = 7"):
         go({"x": rs.longs(0, 7)})
+    with pytest.raises(errors.BatchMismatchError, match="single value 'ab'"):
+        go({"x": "ab"})
+    with pytest.raises(errors.BatchMismatchError, match=r"'x' is one conversation.*write \[messages\]"):
+        go({"x": [{"role": "system", "content": "be"}, {"role": "user", "content": "q"}]})
     two = CompoundSystem([Categorical("z", {"x": 2, "w": 2}, 2)], inputs=("x", "w"))
     with pytest.raises(errors.BatchMismatchError, match="'x': 2, 'w': 3"):
         getattr(two, walk)({"x": X, "w": rs.longs(0, 1, 0)})

@@ -98,9 +98,11 @@ def test_gaps_and_optimum(vectors):
         close(alignment.gap(system, case.preference_logits, case.beta), spec["gaps"][name]["gap_logit"])
         adjusted = alignment.gap(system, case.preference_logits, case.beta, p_reference=p_ref)
         close(adjusted, spec["gaps"][name]["gap_logit_ref_adjusted"])
+        close(alignment.probability_gap(system, case.preference_logits, case.beta), spec["gaps"][name]["gap_prob"])
     optimum = exact.tilted_marginal(case.system, case.reward, case.beta)
     close(optimum, spec["optimum"]["p_z"])
     close(alignment.gap(optimum, case.preference_logits, case.beta), spec["optimum"]["gap_logit"])
+    close(alignment.probability_gap(optimum, case.preference_logits, case.beta), spec["optimum"]["gap_prob"])
     assert alignment.gap(optimum, case.preference_logits, case.beta, p_reference=p_ref) < 1e-9
 
 
@@ -143,3 +145,46 @@ def test_population_loss_of_direct(vectors, law):
     close(loss, spec["population"][f"direct_loss_nu_{law}"])
     if law == "ref":
         check_gradients(spec, case, loss, spec["population"]["direct_grad_nu_ref"])
+
+
+@pytest.mark.parametrize(("variant", "law", "key"), [
+    ("sampling", "uniform", "sampling_loss"),
+    ("direct", "reference", "direct_loss_nu_ref"),
+    ("direct", "uniform", "direct_loss_nu_uniform"),
+])  # fmt: skip
+def test_population_objectives(vectors, variant, law, key):
+    spec, case = vectors
+    objective = getattr(exact, variant)(case.system, case.preference_logits, case.beta, law)
+    close(objective(), spec["population"][key])
+    if law != "uniform" or variant == "sampling":
+        gradients = "sampling_grad" if variant == "sampling" else "direct_grad_nu_ref"
+        check_gradients(spec, case, objective(), spec["population"][gradients])
+    if variant == "sampling":
+        close(objective.pairs.floor, spec["population"]["sampling_entropy_bound"])
+
+
+def test_the_optimum_of_direct_does_not_factorise_along_the_graph(vectors):
+    spec, case = vectors
+    joint = exact.tilted_joint(case.system, case.reward, case.beta)
+    close(exact.factorisation_defect(case.system, joint), spec["optimum"]["factorisation_defect_max_abs_prob"])
+    verdict = exact.holds_direct(case.system, case.reward, case.beta)
+    assert bool(verdict) is spec["optimum"]["direct_optimum_factorises_along_the_DAG"] is False
+    assert verdict.edges == ((("x", "z"),) if case.name == "chain" else (("y1", "y2"),))
+
+
+@pytest.mark.parametrize(("law", "key"), [("reference", "nu_ref"), ("uniform", "nu_uniform")])
+def test_the_best_direct_solution_within_the_graph(vectors, law, key):
+    spec, case = vectors
+    expected = spec["optimum"]["best_direct_within_the_DAG (numerical, multi-start L-BFGS)"][key]
+    objective = exact.direct(case.system, case.preference_logits, case.beta, law)
+    exact.minimise(case.system, objective, 6, torch.Generator().manual_seed(0), steps=300)
+    close(objective(), expected["loss"])
+    close(objective.excess, expected["excess_loss"])
+    p, p_ref = exact.marginal(case.system).detach(), exact.marginal(case.system, reference=True)
+    for found, name in (
+        (p, "p_z"),
+        (alignment.gap(p, case.preference_logits, case.beta), "gap_logit"),
+        (alignment.gap(p, case.preference_logits, case.beta, p_reference=p_ref), "gap_logit_ref_adjusted"),
+    ):  # a minimum is known to the square root of its loss's precision
+        found, wanted = (torch.as_tensor(v, dtype=torch.float64) for v in (found, expected[name]))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)

@@ -60,11 +60,11 @@ print(f"the system's log-odds: log 0.7/0.3 = {system_log_odds:.4f}")
 # Both forms say the same, because $\sigma(\beta \log a/b) = a^\beta / (a^\beta + b^\beta)$:
 
 # %%
-for beta in (0.5, 1.0, 2.0):
+for beta, expected in ((0.5, 0.60), (1.0, 0.70), (2.0, 0.84)):
     powers = p**beta
     left, right = powers[0] / powers.sum(), torch.sigmoid(torch.tensor(beta * system_log_odds, dtype=torch.float64))
     print(f"beta = {beta}: {left:.4f} = {right:.4f}")
-    assert abs(left - right) < 1e-12
+    assert abs(left - right) < 1e-12 and round(left.item(), 2) == expected
 
 # %% [markdown]
 # At beta 0.5, 1 and 2 our system expects a judge who prefers the first answer with probability 0.60, 0.70 and 0.84. The real one
@@ -102,7 +102,8 @@ def plot_odds(pref):
     figure, (ax,) = figures.new_figure(height=3.6)
     for other in (0.5, 0.6, 0.7, 0.9, 0.99):
         ax.plot(betas, (other / (1 - other)) ** (1 / betas), color="0.6", linewidth=1)
-        ax.annotate(f"{other}", (0.1, min((other / (1 - other)) ** 10, 10**7)), (-4, 0), textcoords="offset points", ha="right", va="center", fontsize=8)
+        left = max(0.1, math.log(other / (1 - other)) / math.log(10**7))  # where the line enters the frame
+        ax.annotate(f"{other}", (left, (other / (1 - other)) ** (1 / left)), (-4, -4), textcoords="offset points", ha="right")
     style = figures.line_styles(1)[0] | {"marker": None, "linewidth": 3}
     ax.plot(betas, (pref / (1 - pref)) ** (1 / betas), label=f"pref = {pref:.2f}", **style)
     for beta in (0.5, 1.0, 2.0):
@@ -181,7 +182,7 @@ assert abs(alignment.gap(start, judge, beta) - by_hand) < 1e-12
 # %%
 perfect = torch.softmax(case.reward / beta, -1)
 print("beta-perfect:", [round(v, 4) for v in perfect[0].tolist()])
-print(f"gap: {alignment.gap(perfect, judge, beta):.1e}")
+print(f"gap: {alignment.gap(perfect, judge, beta):.4f}")
 assert alignment.gap(perfect, judge, beta) < 1e-12
 
 # %% [markdown]
@@ -199,7 +200,7 @@ assert abs(alignment.probability_gap(start, judge, beta) - (expected - happens))
 #
 # Does training on preferences reach the beta-perfect system? Its optimum (E4; derived in lesson 03) is the start tilted by the reward:
 # $p^*(z) \propto p_\text{ref}(z)\,e^{r(z)/\beta}$. The softmax above has no $p_\text{ref}$ in it. Both can be seen on one map: every system with three answers is a
-# point of a triangle, whose corners are the certain answers. Here is a path of training with DPO's loss (lesson 03), from the start.
+# point of a triangle, whose corners are the certain answers. We need a map, and a path of training with DPO's loss (lesson 03) from the start.
 
 
 # %%
@@ -209,6 +210,17 @@ def place(p):
     return p[..., 1] + p[..., 2] / 2, p[..., 2] * math.sqrt(3) / 2
 
 
+def triangle(ax):
+    """The outline, with a name at each corner."""
+    ax.plot(*place(torch.eye(3)[[0, 1, 2, 0]]), color="0.4", linewidth=1)
+    for corner, align in ((0, "right"), (1, "left"), (2, "center")):
+        shift = (0, 5 if corner == 2 else -12)
+        ax.annotate(f"answer {corner}", place(torch.eye(3)[corner]), shift, textcoords="offset points", ha=align)
+    ax.set(aspect="equal", xlim=(-0.25, 1.25), ylim=(-0.1, 0.97))
+    ax.set_axis_off()
+
+
+# %% tags=["nbval-ignore-output"]
 def training_path(beta, steps=150):
     """p(z) before and after each step of Adam on DPO's population loss: (steps + 1, 3)."""
     case = exact.load_case(data_folder() / "systems" / "three_answers.json")
@@ -227,15 +239,16 @@ assert (path[-1] - optimum[0]).abs().max() < 1e-3
 
 # %% [markdown]
 # The thin lines show all optima and all beta-perfect systems, for beta from infinity down to 0. Both end in the corner of the best answer; but one
-# comes from the start, the other from the middle of the triangle. Move the slider: the larger beta, the further they stand apart, and the
-# shorter is the path. (At the smallest betas 150 steps do not get all the way; lesson 03 says why.)
+# comes from the start, the other (dotted) from the middle of the triangle. Training follows neither; it takes what lowers the loss fastest,
+# and Adam's momentum carries it a little past the optimum before it comes back. Move the slider: a larger beta gives a shorter path. (At the
+# smallest betas 150 steps do not get all the way; lesson 03 says why.)
 
 
 # %%
 def plot_simplex(beta):
     """Path of training, optimum and beta-perfect system in the triangle of three answers."""
     figure, (ax,) = figures.new_figure(width=5.6, height=4.6)
-    ax.plot(*place(torch.eye(3)[[0, 1, 2, 0]]), color="0.4", linewidth=1)
+    triangle(ax)
     every = torch.logspace(-1.5, 2.5, 80, dtype=torch.float64)
     ax.plot(*place(torch.cat([exact.tilt(start, case.reward, b) for b in every.tolist()])), color="0.6", linewidth=1)
     ax.plot(*place(torch.cat([torch.softmax(case.reward / b, -1) for b in every.tolist()])), color="0.6", linewidth=1, linestyle=":")
@@ -248,19 +261,15 @@ def plot_simplex(beta):
         (perfect, "beta-perfect", "s", styles[2]["color"]),
     ):
         ax.plot(*place(p), marker, color=color, markersize=9, label=label)
-    for corner, name, align in ((0, "answer 0", "right"), (1, "answer 1", "left"), (2, "answer 2", "center")):
-        x, y = place(torch.eye(3)[corner])
-        ax.annotate(name, (x, y), (0, 5 if corner == 2 else -12), textcoords="offset points", ha=align)
-    ax.set(aspect="equal", xlim=(-0.25, 1.25), ylim=(-0.1, 0.97), title=f"beta = {beta:.2f}")
-    ax.set_axis_off()
+    ax.set_title(f"beta = {beta:.2f}")
     ax.legend(frameon=False, loc="upper left")
     return figure
 
 
 view = SliderFigure(
     plot_simplex,
-    alt="a triangle: training runs from the start near answer 0 to the optimum, near answer 2 but towards the middle; "
-    "the beta-perfect system lies apart from it, closer to answer 2",
+    alt="a triangle: training runs from the start, near answer 0, in a bow to the optimum, two thirds of the way to answer 2; "
+    "the beta-perfect system lies apart from it, much closer to answer 2",
     beta=slider(0.5, 0.2, 3.0, 0.1),
 )
 view
@@ -280,7 +289,7 @@ assert abs(alignment.gap(optimum, judge, beta) - beta * math.log(6)) < 1e-9
 # To judge *training*, compare with the start: replace $p$ by $p/p_\text{ref}$ in the gap. This **reference-adjusted gap** is 0 exactly at the optimum. It
 # is the number to watch while training. The plain gap judges the *result*: it still says how often the system will disagree with the judge.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 for name, p in (("start", start), ("after training", path[-1:]), ("optimum", optimum), ("beta-perfect", perfect)):
     plain, adjusted = alignment.gap(p, judge, beta), alignment.gap(p, judge, beta, p_reference=start)
     print(f"{name:15} gap {plain:.4f}   reference-adjusted {adjusted:.4f}")
@@ -289,21 +298,21 @@ assert alignment.gap(path[-1:], judge, beta, p_reference=start) < 1e-3
 assert alignment.gap(perfect, judge, beta, p_reference=start) > 0.8
 
 # %% [markdown]
-# Another way to say it: the optimum *is* beta-perfect, for another judge. It is the judge with reward $r + \beta \log p_\text{ref}$, half of whose taste is
-# the start's. On 20 random problems:
+# Another way to say it: the optimum *is* beta-perfect, for another judge. That judge has the reward $r + \beta \log p_\text{ref}$: partly the
+# real judge's taste, partly the habits of the start. On 20 random problems:
 
 # %%
 generator = torch.Generator().manual_seed(0)
 plain, shifted, adjusted = [], [], []
 for _ in range(20):
-    r, logits = 1.0 * torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
+    r, logits = torch.randn(2, 3, 4, generator=generator, dtype=torch.float64)
     reference = torch.softmax(logits, -1)
     best = exact.tilt(reference, r, beta)
     other = r + beta * reference.log()
     adjusted.append(alignment.gap(best, r[:, :, None] - r[:, None, :], beta, p_reference=reference))
     shifted.append(alignment.gap(best, other[:, :, None] - other[:, None, :], beta))
     plain.append(alignment.gap(best, r[:, :, None] - r[:, None, :], beta))
-print(f"mean gap {sum(plain) / 20:.2f}; for the shifted judge {max(shifted):.0e}; reference-adjusted {max(adjusted):.0e} at most")
+print(f"mean gap {sum(plain) / 20:.2f}; for the shifted judge {max(shifted):.4f}; reference-adjusted {max(adjusted):.4f}")
 assert max(shifted) < 1e-12 and max(adjusted) < 1e-12 and min(plain) > 0.3
 
 # %% [markdown]
@@ -385,7 +394,7 @@ figures.show(figure, alt="dots of three systems: the beta-perfect one's lie on a
 
 # %%
 slope, of_start, rms = alignment.fit_beta(optimum, judge, p_reference=start)
-print(f"log p: {slope:.4f}   log p_ref: {of_start:.4f}   rms {rms:.1e}")
+print(f"log p: {slope:.4f}   log p_ref: {of_start:.4f}   rms {rms:.4f}")
 assert abs(slope - 0.5) < 1e-9 and abs(of_start + 0.5) < 1e-9 and rms < 1e-9
 
 # %% [markdown]
@@ -420,7 +429,7 @@ assert best >= alignment.best_gap(rock)[0] - 1e-12 and abs(alignment.best_gap(ro
 # And training? The reference is uniform; we begin somewhere else and let DPO's loss decide. It goes back to uniform: all three pulls cancel. The
 # fitted beta is 0, and the loss stays 0.1927 above the entropy of the judge's own choices. More data, more steps or a larger model change nothing.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 z = Categorical("z", {"x": 1}, 3, [[0.6, 0.3, 0.1]], reference=[UNIFORM])
 cyclic = CompoundSystem([z], output="z")
 objective = exact.direct(cyclic, rock, beta=0.5)
@@ -462,12 +471,13 @@ assert (cycle.sum(2)).abs().max() < 1e-12  # what flows into an answer flows out
 
 # %%
 gradient = phi[0][:, None] - phi[0][None, :]
-figure, axes = figures.new_figure(3, width=8.4, height=3.0)
+figure, axes = figures.new_figure(3, width=8.4, height=3.3)
 for ax, values, title in zip(axes, (mixed[0], gradient, cycle[0]), ("L: the judge", "grad phi: a reward", "C: the circle")):
-    ax.imshow(values, cmap="PuOr", vmin=-2.5, vmax=2.5)
+    ax.imshow(values.tolist(), cmap="PuOr", vmin=-2.5, vmax=2.5)
     for row in range(4):
         for column in range(4):
-            ax.text(column, row, f"{values[row, column] + 0.0:.1f}", ha="center", va="center")
+            color = "white" if abs(values[row, column]) > 1.7 else "black"
+            ax.text(column, row, f"{values[row, column] + 0.0:.1f}", ha="center", va="center", color=color)
     ax.grid(False)
     ax.set(title=title, xticks=range(4), yticks=range(4), xlabel="over answer")
 axes[0].set_ylabel("answer")
@@ -496,7 +506,7 @@ assert round(numbers["DPO"][0], 3) == 0.647 and round(numbers["DPO"][1], 3) == 1
 # %% [markdown]
 # Is "DPO" in this table what training finds? Yes:
 
-# %%
+# %% tags=["nbval-ignore-output"]
 four = CompoundSystem([Categorical("z", {"x": 1}, 4)], output="z")
 exact.train(four, exact.direct(four, mixed, beta), steps=400, lr=0.1)
 trained = exact.marginal(four).detach()
@@ -504,8 +514,9 @@ print(f"trained: largest gap {alignment.gap(trained, mixed, beta):.3f}")
 assert abs(alignment.gap(trained, mixed, beta) - numbers["DPO"][1]) < 1e-3
 
 # %% [markdown]
-# The slider sets the strength of the circle. At 0 all three agree and the gap is 0; then none can go below the lowest line, which is the
-# strength itself. DPO's line is the highest: it sacrifices the largest gap for pairs that are close calls.
+# The slider sets the strength of the circle. At 0 all three agree and the gap is 0. From then on no system gets below the lowest line, which is
+# the strength itself; least squares happens to lie on it too. DPO's line is higher: its loss cares most about close calls, and leaves
+# the largest gap to a pair that is nearly decided.
 
 
 # %%
@@ -530,10 +541,219 @@ def plot_gaps(strength):
 
 view = SliderFigure(
     plot_gaps,
-    alt="three lines rise from 0 with the strength of the circle; at 0.9 the best possible gap is 0.9 and DPO's is 1.097",
+    alt="three lines rise from 0 with the strength of the circle; at 0.9 the best possible gap and that of least squares are 0.9, "
+    "DPO's is 1.097",
     strength=slider(0.9, 0.0, 2.0, 0.1),
 )
 view
 
 # %% [markdown]
 # **In practice**: before you blame training, compute `cycle_residual` of the judge. A gap that is not above it is not the system's fault.
+#
+# ## Exercises
+#
+# Each asks for a function; the cell after it checks yours and says what is probably wrong. The hints fold out.
+#
+# ### Exercise 1: The odds of a beta-perfect system
+#
+# **Difficulty** 1/5 · **importance** 5/5 · **minutes** 5
+#
+# Write `perfect_odds(pref, beta)`: the odds $p(z_1)/p(z_2)$ of a system that is beta-perfectly aligned with a judge who prefers $z_1$ to $z_2$ with
+# probability `pref` (a number between 0 and 1). Return one number.
+#
+# <details><summary>Hint 1</summary>
+#
+# The definition equates the judge's logit with beta times a logarithm. Solve for what stands under the logarithm.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# A judge's odds are pref to 1 - pref. At beta = 1 the system's odds are the same; at beta = 0.5 they are that number squared.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "perfect-odds", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def perfect_odds(pref, beta):
+    """Odds p(z1) : p(z2) of a beta-perfect system, one number."""
+    ### BEGIN SOLUTION
+    return (pref / (1 - pref)) ** (1 / beta)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "perfect-odds-test", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_02.check_perfect_odds(perfect_odds)
+### BEGIN HIDDEN TESTS
+assert abs(perfect_odds(0.5, 0.1) - 1) < 1e-9, "an undecided judge wants even odds, whatever beta is"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* Beta is the number that people set without knowing what it stands for; now you can say what it does to two answers.
+#
+# ### Exercise 2: The gap
+#
+# **Difficulty** 2/5 · **importance** 5/5 · **minutes** 10
+#
+# Write `largest_gap(p, judge, beta)`: the gap of this lesson, one number. `p` has shape (X, Z), one row of probabilities for each input; `judge` has
+# shape (X, Z, Z), `judge[x, i, j]` = logit of preferring `i` to `j`.
+#
+# <details><summary>Hint 1</summary>
+#
+# You need the system's log-odds of all pairs at once, in the shape of `judge`.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# `log_p[:, :, None] - log_p[:, None, :]` has row `i` and column `j` in the right places. Disagreement counts in both directions.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "largest-gap", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def largest_gap(p, judge, beta):
+    """max over x, i, j of |L - beta log p_i/p_j|, one number (nats)."""
+    ### BEGIN SOLUTION
+    log_p = p.log()
+    return (judge - beta * (log_p[:, :, None] - log_p[:, None, :])).abs().max()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "largest-gap-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_02.check_largest_gap(largest_gap)
+### BEGIN HIDDEN TESTS
+assert largest_gap(torch.softmax(case.reward / 0.5, -1), judge, 0.5) < 1e-9, "a beta-perfect system has gap 0"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* Every claim about alignment in the next lessons is a statement about this number.
+#
+# ### Exercise 3: The beta-perfect system of a judge
+#
+# **Difficulty** 3/5 · **importance** 4/5 · **minutes** 10
+#
+# Write `perfect_system(judge, beta)`: probabilities of shape (X, Z) with gap 0. `judge` has shape (X, Z, Z) and no circles: for all
+# triples $L_{ij} + L_{jk} = L_{ik}$. Rewards are not given; you only have comparisons.
+#
+# <details><summary>Hint 1</summary>
+#
+# Find one number a row for each answer, such that the differences of these numbers are the judge's logits.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# How far is answer `i` ahead of the others on average? Then beta, then a softmax.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "perfect-system", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def perfect_system(judge, beta):
+    """p(z|x) with gap 0, shape (X, Z)."""
+    ### BEGIN SOLUTION
+    return torch.softmax(judge.mean(2) / beta, -1)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "perfect-system-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_02.check_perfect_system(perfect_system)
+### BEGIN HIDDEN TESTS
+assert alignment.gap(perfect_system(judge, 2.0), judge, 2.0) < 1e-9, "the gap must be 0 for every beta"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* It is the target that training would reach from a uniform start.
+#
+# ### Exercise 4: Read beta off a system
+#
+# **Difficulty** 3/5 · **importance** 4/5 · **minutes** 10
+#
+# Write `fitted_beta(p, judge)`: the least-squares slope of the judge's logits on the system's log-odds, through the origin, over all inputs and
+# pairs. Shapes as in exercise 2; return one number. (Counting each pair in both orders changes nothing.)
+#
+# <details><summary>Hint 1</summary>
+#
+# Which of the two stands on the horizontal axis? Swapping them gives another number, and not simply its inverse.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# Minimise $\sum (L - b D)^2$ over $b$: set the derivative to zero.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "fitted-beta", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def fitted_beta(p, judge):
+    """beta_hat = sum L D / sum D^2 over all inputs and pairs, one number."""
+    ### BEGIN SOLUTION
+    log_p = p.log()
+    log_odds = log_p[:, :, None] - log_p[:, None, :]
+    return (judge * log_odds).sum() / (log_odds**2).sum()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "fitted-beta-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_02.check_fitted_beta(fitted_beta)
+### BEGIN HIDDEN TESTS
+assert fitted_beta(start, judge) < 0, "the start likes what the judge dislikes: its slope is negative"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* For a system of unknown training this slope, with its residual, is the first thing to look at.
+#
+# ### Exercise 5: The part that goes in circles
+#
+# **Difficulty** 4/5 · **importance** 3/5 · **minutes** 15
+#
+# Write `cyclic_part(judge)`: the part $C$ of a judge's logits (X, Z, Z) that no reward explains, in the same shape.
+#
+# <details><summary>Hint 1</summary>
+#
+# First find the best reward in least squares, as in exercise 3; then take away what it explains.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# What it explains of $L_{ij}$ is $\varphi_i - \varphi_j$. What is left sums to 0 in every row: look whether yours does.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "cyclic-part", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def cyclic_part(judge):
+    """C = L - grad phi, shape (X, Z, Z)."""
+    ### BEGIN SOLUTION
+    phi = judge.mean(2)
+    return judge - (phi[:, :, None] - phi[:, None, :])
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "cyclic-part-test", "locked": true, "points": 3, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_02.check_cyclic_part(cyclic_part)
+### BEGIN HIDDEN TESTS
+assert (cyclic_part(rock) - rock).abs().max() < 1e-9, "rock, paper, scissors is nothing but a circle"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* It separates what a system got wrong from what cannot be got right.
+#
+# ## Recap
+#
+# - Beta-perfect: the judge's logit is beta times the system's log-odds, for all pairs. For a given judge a larger beta means a flatter system; for a
+#   given system, a sharper judge.
+# - The gap measures the worst disagreement. DPO's optimum has gap $\beta \max|\log p_{\text{ref},1}/p_{\text{ref},2}|$: 0 exactly if the start's marginal is uniform,
+#   whatever its components are. The reference-adjusted gap is 0 at every optimum.
+# - $\hat\beta$ is a slope; with $\log p_\text{ref}$ beside it a trained system shows $(\beta, -\beta)$; a negative slope means anti-aligned.
+# - A judge with circles cannot be satisfied; $\text{rms}(C)$ bounds every system from below.
+#
+# **Limits.** All judges here are known exactly. Estimating $L$ from comparisons adds noise, and noise makes circles: a small `cycle_residual` of an
+# estimated judge proves nothing. The paper's text of its Assumption 1 is not used; the conditions here are this course's own.
+#
+# **Next**: lesson 03 derives the optimum and trains one component. **Further reading**: Wang et al., arXiv 2502.17721 (Definition 1); Bradley and
+# Terry 1952 (the judge with rewards); Jiang, Lim, Yao and Ye 2011, "Statistical ranking and combinatorial Hodge theory" (circles); Laidlaw
+# and Dragan 2022, "The Boltzmann policy distribution" (rational choosers).

@@ -180,27 +180,31 @@ def attach(model: nn.Module, adapter: AdapterSource, component: str, generator: 
     return Attached(peft_model, name, folder is None and is_neutral(peft_model, name))
 
 
-def is_adapter_of(model: nn.Module, adapter: AdapterSource) -> bool:
-    """Whether `adapter` is the name of one that a peft model has."""
-    return isinstance(adapter, str) and adapter in getattr(model, "peft_config", ())
+def existing(model: nn.Module, adapter: AdapterSource | None) -> str | None:
+    """The adapter on the model that is meant: the one of that name; with None a peft model's only active one."""
+    from peft import PeftModel
+
+    if isinstance(adapter, str):
+        return adapter if adapter in getattr(model, "peft_config", ()) else None
+    active = model.active_adapters if adapter is None and isinstance(model, PeftModel) else ()
+    return active[0] if len(active) == 1 else None
 
 
 def adopt(model: nn.Module, component: str, name: str | None = None) -> Attached:
     """One adapter of a peft model that was made elsewhere (None: its only active one), as a component's own."""
-    from peft import PeftModel
-
-    active = ([name] if name else model.active_adapters) if isinstance(model, PeftModel) else ()
-    if len(active) != 1:
+    chosen = existing(model, name)
+    model = shared_peft_model(model)
+    if chosen is None or model is None:
         raise errors.AdapterError(
             f"component {component!r}: other components have adapters on this model, so it cannot be trained as a whole; give "
             "this component an adapter too (adapter=8), or load the model a second time"
         )
-    _check_config(model.peft_config[active[0]], model.get_base_model(), component)
+    _check_config(model.peft_config[chosen], model.get_base_model(), component)
     model.get_base_model().__dict__[_SHARED] = model
     if name:  # peft turns gradients on for the active adapter only
         for parameter in adapter_parameters(model, name).values():
             parameter.requires_grad_(True)
-    return Attached(model, active[0], is_neutral(model, active[0]))
+    return Attached(model, chosen, is_neutral(model, chosen))
 
 
 def _add(model: nn.Module, peft_model, name: str, config):
@@ -321,7 +325,9 @@ def _adds_nothing(layer: nn.Module, name: str) -> bool:
 def frozen_copy(attached: Attached, component: str) -> str:
     """A second adapter with the same weights that is never trained; returns its name."""
     peft_model, name = attached.model, attached.name
-    copy_name = name + REFERENCE
+    copy_name, number = name + REFERENCE, 2
+    while copy_name in peft_model.peft_config:  # that of an earlier component with the same adapter
+        copy_name, number = f"{name}_{number}{REFERENCE}", number + 1
     config = copy.deepcopy(peft_model.peft_config[name])
     flags = {p: p.requires_grad for p in peft_model.parameters()}
     with _seeded(component, None), _named_errors(component):

@@ -92,6 +92,7 @@ class CausalLM(Component):
         self.reference_model: nn.Module | None = None
         self.tied_to: str | None = None  # the component whose weights these are, when they are shared
         self._cache: dict[tuple[Ids, Ids], float] = {}
+        adapter = self._twin(model, adapter) or adapter
         neutral = self._attach(model, adapter, generator)
         self.encoder = Encoder(name, tokenizer, stop_ids(self.network, tokenizer))
         self._reference_strategy(reference, neutral, adapter)
@@ -119,27 +120,28 @@ class CausalLM(Component):
             return False
         if adapter is None and not hasattr(model, "peft_config"):
             self.model = model
-            self._tie_if_shared(model, _WHOLE)
+            model.__dict__[_WHOLE] = weakref.ref(self)
             return False
-        if adapter is None or adapters.is_adapter_of(model, adapter):
+        if adapter is None or adapters.existing(model, adapter):
             attached = adapters.adopt(model, self.name, adapter)
-            self._tie_if_shared(model.get_base_model(), f"{_WHOLE}_{attached.name}")
         else:
             self._check_base(model)
             attached = adapters.attach(model, adapter, self.name, generator)
+        attached.model.get_base_model().__dict__[f"{_WHOLE}_{attached.name}"] = weakref.ref(self)
         self.model, self.adapter_name = attached.model, attached.name
         return attached.neutral
 
-    def _tie_if_shared(self, model: nn.Module, mark: str) -> None:
-        """Note that the component trains this part of the model; a second one is tied to it, also in a saved system."""
-        other = model.__dict__.get(mark, lambda: None)()
-        if other is None:
-            model.__dict__[mark] = weakref.ref(self)
+    def _twin(self, model: nn.Module, adapter: Any) -> Union["CausalLM", None]:
+        """Another component that already trains the same part of the same model: this one is then tied to it."""
+        if adapter is None and not hasattr(model, "peft_config"):
+            mark = _WHOLE
         else:
-            self.tied_to = other.tied_to or other.name
+            mark = f"{_WHOLE}_{adapters.existing(model, adapter)}"
+        other = _trainer(model, mark)
+        return None if other is None or other.name == self.name else other  # the same name: made anew, as in a notebook
 
     def _check_base(self, model: nn.Module) -> None:
-        other = model.__dict__.get(_WHOLE, lambda: None)()
+        other = _trainer(model, _WHOLE)
         if other is not None:
             raise errors.AdapterError(
                 f"component {self.name!r}: component {other.name!r} trains all weights of this model, so an adapter cannot "
@@ -576,6 +578,13 @@ def _whole(name: str, **number: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise errors.OptionRangeError(f"component {name!r}: {option}={value!r} must be a whole number >= 1")
     return value
+
+
+def _trainer(model: nn.Module, mark: str) -> CausalLM | None:
+    """The living component that trains the marked part of this very model (a deep copy keeps the mark of its original)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    component = base.__dict__.get(mark, lambda: None)()
+    return component if component is not None and component.network is base else None
 
 
 def _template(config: dict) -> Template:

@@ -235,8 +235,12 @@ class Encoder:
 
 
 def stop_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's EOS first, then those of the model's generation config."""
-    generation = getattr(model, "generation_config", None)
-    listed = [getattr(tokenizer, "eos_token_id", None), getattr(generation, "eos_token_id", None)]
-    flat = [i for entry in listed for i in (entry if isinstance(entry, (list, tuple)) else [entry]) if i is not None]
-    return tuple(dict.fromkeys(int(i) for i in flat))
+    """The ids that end a completion: the tokenizer's EOS first, then those of the model's generation config.
+
+    A small model of a large family inherits its family's ids; those outside its vocabulary cannot be generated.
+    """
+    generation, vocabulary = getattr(model, "generation_config", None), model.get_input_embeddings().weight.shape[0]
+    listed = getattr(generation, "eos_token_id", None)
+    own = [i for i in (listed if isinstance(listed, (list, tuple)) else [listed]) if i is not None and i < vocabulary]
+    first = getattr(tokenizer, "eos_token_id", None)
+    return tuple(dict.fromkeys(int(i) for i in [first, *own] if i is not None))

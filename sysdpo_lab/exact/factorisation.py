@@ -188,6 +188,7 @@ def with_edge(system: CompoundSystem, parent: str, child: str) -> CompoundSystem
     tables = [old.probabilities(flag).detach().unsqueeze(-2) for flag in (False, True)]
     tables = [table.expand(*table.shape[:-2], number, table.shape[-1]) for table in tables]
     new = Categorical(child, {**old.parent_cardinalities, parent: number}, old.cardinality, *tables)
+    new.logits.requires_grad_(old.logits.requires_grad)
     parts = copy.deepcopy(list(system.components))  # as one, so that shared tables stay shared
     orphans = [part for part in parts if getattr(part, "tie", None) == child and part.name != child]
     for part in orphans:

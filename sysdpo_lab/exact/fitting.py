@@ -1,13 +1,14 @@
 """Training on tables: Adam from the reference (or wherever the policy stands), and minima by L-BFGS or many starts."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from sysdpo_lab import errors
-from sysdpo_lab.exact.objectives import Objective
+from sysdpo_lab.exact.population import Objective
 from sysdpo_lab.exact.stacking import by_member, stack, unstack
 from sysdpo_lab.system import CompoundSystem
 
@@ -51,6 +52,9 @@ def train(
     Returns:
         the loss before each step, nats.
 
+    Raises:
+        NothingToTrainError, UnknownOptionError.  NonFiniteError: the loss is infinite or NaN.
+
     >>> from sysdpo_lab import exact
     >>> from sysdpo_lab.components import Categorical
     >>> system = CompoundSystem([Categorical("z", {"x": 1}, 2)])
@@ -67,13 +71,21 @@ def train(
         watch(0)
     for step in range(steps):
         loss = objective()
+        found.append(_finite(loss.item(), step))
         _set_gradients(loss, parameters)
         optimizer.step()
-        found.append(loss.item())
         if watch:
             watch(step + 1)
     optimizer.zero_grad()
     return found
+
+
+def _finite(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
+        raise errors.NonFiniteError(
+            f"step {step}: the loss is {loss}; the policy cannot make something that is compared, or lr is too large"
+        )
+    return loss
 
 
 def _set_gradients(loss: Tensor, parameters: list[nn.Parameter]) -> None:
@@ -126,7 +138,7 @@ def _write(flat: Tensor, parameters: list[nn.Parameter], free: list[Tensor]) -> 
             start += number
 
 
-def scattered(system: CompoundSystem, starts: int, generator: torch.Generator, scale: float = 1.0) -> CompoundSystem:
+def scattered(system: CompoundSystem, starts: int, generator: torch.Generator | None, scale: float = 1.0) -> CompoundSystem:
     """A stack of copies of a system: the policy itself, then starts with N(0, scale^2) added to each logit."""
     copies = [system]
     for _ in range(starts - 1):

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sysdpo_lab import errors
+from sysdpo_lab.alignment import check_preference
 from sysdpo_lab.exact.tables import cardinality, input_sizes, joint_marginal, known_sizes, log_table, marginal
 from sysdpo_lab.exact.tilting import check_reward
 from sysdpo_lab.system import CompoundSystem
@@ -132,4 +133,5 @@ def win_rate(
     >>> win_rate(torch.tensor([[0.0, 1.0]]).double(), torch.tensor([[0.5, 0.5]]).double(), logits).tolist()
     [0.75]
     """
-    return torch.einsum("xi,xj,xij->x", p_z, opponent, torch.sigmoid(preference_logits))
+    judge = torch.sigmoid(check_preference(preference_logits, p_z.shape[1]))
+    return torch.einsum("xi,xj,xij->x", p_z.double(), opponent.double(), judge)

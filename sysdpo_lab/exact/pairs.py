@@ -45,6 +45,23 @@ def population_loss(margin: Float[Tensor, " P"], preference_logit: Float[Tensor,
     return expected_loss(margin, torch.sigmoid(preference_logit)).mean()
 
 
+def multinomial_counts(
+    weights: Float[Tensor, "N C"], number: int, generator: torch.Generator
+) -> Float[Tensor, "N C"]:
+    """How often each cell comes up in `number` draws a row, by a binomial a cell: the cost does not grow with `number`.
+
+    >>> multinomial_counts(torch.tensor([[1.0, 0.0, 3.0]]).double(), 1000, torch.Generator().manual_seed(0)).sum().item()
+    1000.0
+    """
+    rest = weights.flip(1).cumsum(1).flip(1)
+    share = torch.where(rest > 0, weights / torch.where(rest > 0, rest, 1.0), 0.0).clamp(0.0, 1.0)
+    left, counts = torch.full((len(weights),), float(number), dtype=torch.float64), []
+    for cell in range(weights.shape[1]):
+        counts.append(torch.binomial(left, share[:, cell], generator=generator))
+        left = left - counts[-1]
+    return torch.stack(counts, 1)
+
+
 @dataclass(frozen=True)
 class PairLaw:
     """The pairs that a judge sees, as a distribution or as the counts of a sample.
@@ -79,15 +96,20 @@ class PairLaw:
         entropy = torch.where(certain, 0.0, expected_loss(torch.where(certain, 0.0, logit), p))
         return (self.weight * entropy).sum().item()
 
-    def sample(self, number: int, generator: torch.Generator) -> "PairLaw":
-        """The empirical law of `number` independent judgements: what a finite data set shows."""
+    def sample(self, number: int, generator: torch.Generator, systems: int = 1) -> "PairLaw":
+        """The empirical law of `number` independent judgements: what a finite data set shows.
+
+        Args:
+            number: how many, for each system.
+            generator: the only source of randomness.
+            systems: how many systems are stacked in this law; each gets a data set of its own.
+        """
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise errors.UnknownOptionError(f"number must be a whole number >= 1, found {number!r}")
-        cells = torch.stack([self.weight * self.preference, self.weight * (1 - self.preference)]).flatten()
-        drawn = torch.multinomial(cells, number, replacement=True, generator=generator)
-        wins, losses = torch.bincount(drawn, minlength=len(cells)).double().reshape(2, *self.weight.shape)
-        seen = wins + losses
-        return replace(self, weight=seen / number, preference=wins / torch.where(seen > 0, seen, 1.0))
+        cells = torch.stack([self.weight * self.preference, self.weight * (1 - self.preference)], -1)
+        counts = multinomial_counts(cells.reshape(systems, -1), number, generator).reshape(cells.shape)
+        seen = counts.sum(-1)
+        return replace(self, weight=seen / number, preference=counts[..., 0] / torch.where(seen > 0, seen, 1.0))
 
     def repeated(self, copies: int) -> "PairLaw":
         """The same law for `copies` stacked systems; each copy's weights sum to 1."""

@@ -52,6 +52,7 @@ def _stacked(component: str, systems: Sequence[CompoundSystem], name: str) -> Ca
     with torch.no_grad():  # the logits themselves, not their normalised form: a stack and its members are the same bits
         made.logits.copy_(torch.stack([s[component].logits for s in systems]))
         made.reference_logits.copy_(torch.stack([s[component].reference_logits for s in systems]))
+    made.logits.requires_grad_(part.logits.requires_grad)  # what is frozen stays frozen
     return made
 
 

@@ -100,12 +100,7 @@ def probability_table(
 # --- marginals ------------------------------------------------------------------------------------------------------------
 
 
-def joint_marginal(
-    system: CompoundSystem,
-    names: Sequence[str],
-    reference: bool = False,
-    weight: Float[Tensor, "X Z"] | None = None,
-) -> Float[Tensor, "X ..."]:
+def joint_marginal(system: CompoundSystem, names: Sequence[str], reference: bool = False) -> Float[Tensor, "X ..."]:
     """p(names | x) = sum over all other components of prod_i p_i, by variable elimination; differentiable, float64.
 
     The contraction order comes from opt_einsum, so the cost grows with the graph's width, not with the number of variables.
@@ -114,7 +109,6 @@ def joint_marginal(
         system: tables and Tools over tables.
         names: components, in the order of the result's axes.
         reference: the frozen start instead of the policy.
-        weight: (X, Z) that multiplies every joint value by its output's entry: the result then sums to E[weight], not to 1.
 
     Returns:
         (X, one axis a name); with several inputs X runs over their joint values, the first input slowest.
@@ -124,8 +118,7 @@ def joint_marginal(
     >>> [[round(p, 6) for p in row] for row in joint_marginal(CompoundSystem([y, z]), ["y", "z"])[1].tolist()]
     [[0.2, 0.0], [0.4, 0.4]]
     """
-    wanted = [*names, *([system.output] if weight is not None else [])]
-    used = set(wanted).union(*(system.ancestors(name) for name in wanted))
+    used = set(names).union(*(system.ancestors(name) for name in names))
     order = [name for name in system.order if name in used]
     axis = {name: number for number, name in enumerate([*system.inputs, *order])}
     sizes = known_sizes(system, order)
@@ -137,8 +130,6 @@ def joint_marginal(
         if name not in read:
             operands += [torch.ones(_size(sizes, name), dtype=torch.float64), [axis[name]]]
     inputs = [_size(sizes, name) for name in system.inputs]
-    if weight is not None:
-        operands += [weight.double().reshape(*inputs, -1), [axis[name] for name in (*system.inputs, system.output)]]
     result = opt_einsum.contract(*operands, [axis[name] for name in (*system.inputs, *names)], optimize="auto")
     return result.reshape(-1, *result.shape[len(inputs) :])
 

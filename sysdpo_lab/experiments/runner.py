@@ -176,7 +176,10 @@ def _open_folder(out: Path, plan: dict[str, Any], resume: bool) -> float:
         raise errors.ResumeError(f"{out} is a file; choose another --out")
     if out.exists() and any(out.iterdir()):
         raise errors.ResumeError(f"{out} is not empty and holds no run; choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.ResumeError(f"{out} cannot be made ({error.strerror}); choose another --out") from None
     atomic.write_json(path, {**plan, "seconds": 0.0})
     return 0.0
 

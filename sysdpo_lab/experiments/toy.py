@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from sysdpo_lab import alignment, errors, evaluation, exact, losses
 from sysdpo_lab.components import Categorical
-from sysdpo_lab.exact import Case
+from sysdpo_lab.exact import Case, Objective, all_pairs
+from sysdpo_lab.exact import population_loss as population_loss  # with `margins`, the loss of the row `joint`
 from sysdpo_lab.options import positive, whole
 from sysdpo_lab.system import CompoundSystem
 
@@ -47,27 +47,6 @@ def draw_case(generator: torch.Generator, inputs: int, drafts: int, outputs: int
     return Case(system, beta, reward)
 
 
-def all_pairs(inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every comparison x, i < j as three index vectors.
-
-    >>> all_pairs(1, 3)[1].tolist(), all_pairs(1, 3)[2].tolist()
-    ([0, 0, 1], [1, 2, 2])
-    """
-    i, j = torch.triu_indices(outputs, outputs, offset=1)
-    x = torch.arange(inputs).repeat_interleave(len(i))
-    return x, i.repeat(inputs), j.repeat(inputs)
-
-
-def population_loss(margin: Float[Tensor, " P"], preference_logit: Float[Tensor, " P"]) -> Tensor:
-    """Expected DPO loss when the judge prefers i to j with probability sigmoid(L): mean over pairs, nats.
-
-    >>> round(population_loss(torch.zeros(1), torch.ones(1)).item(), 4)
-    0.6931
-    """
-    p = torch.sigmoid(preference_logit)
-    return -(p * logsigmoid(margin) + (1 - p) * logsigmoid(-margin)).mean()
-
-
 def margins(case: Case) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
     """Sampling margins (E7) of all comparisons with every intermediate in A, and the judge's logits."""
     x, i, j = all_pairs(*case.reward.shape)
@@ -76,35 +55,28 @@ def margins(case: Case) -> tuple[Float[Tensor, " P"], Float[Tensor, " P"]]:
     return out.margin, case.preference_logits[x, i, j]
 
 
+def objective(case: Case, row: str) -> Objective:
+    """The population loss of a row: Separate-DPO with finals only, or SysDPO-Sampling with every intermediate in A.
+
+    It is summed over inputs, so that Adam's epsilon acts alike, however many there are.
+    """
+    options = {"systems": len(case.reward)}
+    if row == "separate":  # drafts and outputs share their names here
+        return exact.separate(case.system, case.preference_logits, case.beta, answers=["y"], **options)
+    return exact.sampling(case.system, case.preference_logits, case.beta, **options)
+
+
 def separate_loss(case: Case) -> Tensor:
     """Separate-DPO with finals only (E9): the refiner on (z^w, z^l) given a draft of the reference, the drafter as if its
-    values were answers (drafts and outputs share their names here), each with its own sigmoid."""
-    x, i, j = all_pairs(*case.reward.shape)
-    logit = case.preference_logits[x, i, j]
-    y, z = case.system["y"], case.system["z"]
-    table, reference = (z.log_table(flag)[x] for flag in (False, True))
-    weight = y.probabilities(True)[x]
-    rows = torch.arange(len(x))
-    gap = (table - reference)[rows, :, i] - (table - reference)[rows, :, j]
-    drafts = y.log_table(False)[x] - y.log_table(True)[x]
-    own = case.beta * (drafts[rows, i] - drafts[rows, j])
-    p = torch.sigmoid(logit)[:, None]
-    refine = -(p * logsigmoid(case.beta * gap) + (1 - p) * logsigmoid(-case.beta * gap))
-    return (weight * refine).sum(1).mean() + population_loss(own, logit)
+    values were answers, each with its own sigmoid; mean over comparisons."""
+    return objective(case, "separate")() / len(case.reward)
 
 
 def train(case: Case, row: str, steps: int, lr: float) -> None:
     """Train one row of the table in place: Adam from the reference on the population loss."""
     errors.check_option("row", row, ROWS[1:])
-    for name in ("y", "z"):
-        if row.startswith("only:") and row != f"only:{name}":
-            case.system.freeze(name)
-    optimizer = torch.optim.Adam(case.system.trainable_parameters(), lr=lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = separate_loss(case) if row == "separate" else population_loss(*margins(case))
-        (loss * len(case.reward)).backward()  # summed over inputs: Adam's epsilon then acts alike, however many there are
-        optimizer.step()
+    only = row.removeprefix("only:") if row.startswith("only:") else None
+    exact.train(case.system, objective(case, row), steps, lr, only=only)
 
 
 def measure(case: Case, inputs: int) -> list[dict]:
@@ -112,8 +84,7 @@ def measure(case: Case, inputs: int) -> list[dict]:
     (by the judge's own preferences), of margin accuracy, and of KL from the start (nats)."""
     p, reference = exact.marginal(case.system).detach(), exact.marginal(case.system, reference=True).detach()
     logits = case.preference_logits
-    wins = torch.einsum("xi,xj,xij->x", p, reference, torch.sigmoid(logits))
-    kl = (p * (p / reference).log()).sum(1)
+    wins, kl = exact.win_rate(p, reference, logits), exact.kl_marginal(case.system)
     right = margin_accuracy(case)
     records = []
     for start in range(0, len(p), inputs):

@@ -33,6 +33,13 @@ def test_rows(kind):
     assert rows(base.concatenate(batch, list(batch))) == [a, b, c, a, b, c]
 
 
+@pytest.mark.parametrize("single", ["abc", b"abc", 3, None, torch.tensor(1), {"x": [1]}])
+def test_a_single_value_is_no_batch(single):
+    """A text would pass for a batch of its letters."""
+    with pytest.raises(errors.BatchMismatchError, match=r"single value.*write \[value\]"):
+        base.batch_length(single)
+
+
 @pytest.mark.parametrize(("left", "right", "same"), [
     (1, 1, True), (1, torch.tensor(1), True), (torch.tensor(1), 2, False), ("a", "a", True), (None, None, True), (None, 0, False),
     (torch.zeros(2), torch.zeros(2), True), (torch.zeros(2), torch.zeros(3), False), (torch.zeros(2), "a", False),

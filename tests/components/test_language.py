@@ -2,10 +2,11 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 from sysdpo_lab import CompoundSystem, errors, loading, losses, samplers
 from sysdpo_lab.components import Categorical, CausalLM, Completion, adapters
@@ -146,6 +147,23 @@ def test_a_value_that_cannot_be_scored_is_refused_with_component_and_row(value, 
         causal_lm().log_prob([value], {"x": ["a"]})
 
 
+def test_a_text_and_its_completion_are_one_intermediate():
+    y = causal_lm("y", ("x",), template="{x}?", adapter=2)
+    system = CompoundSystem([y, causal_lm("z", ("x", "y"), y.model, template="{x} {y}:", adapter=2)])
+    disturb(y), disturb(system["z"], 1)
+    ids = (*y.tokenizer("ab")["input_ids"], 1)
+    same = ["ab", Completion("ab", ids), Completion("ab", (*ids, 2, 2))]  # the last one still carries its padding
+    assert len(set(y.identities(same))) == 1
+
+    def loss(drafts):
+        return losses.sampling_loss(system, {"x": ["a"]}, ["abc"], ["the"], {"y": [drafts]}, beta=0.5)
+
+    once, thrice = loss(["ab", "c"]), loss([*same, "c"])
+    assert thrice.margin.item() == pytest.approx(once.margin.item(), abs=1e-5)
+    loss(same).loss.backward()
+    assert not any(bool(p.grad.any()) for p in y.trainable() if p.grad is not None)
+
+
 def test_stop_ids_are_those_of_tokenizer_and_generation_config():
     model = tiny.model()
     model.generation_config.eos_token_id = [1, 9]
@@ -153,6 +171,13 @@ def test_stop_ids_are_those_of_tokenizer_and_generation_config():
     assert z.encoder.stop_ids == (6, 1, 9)
     assert z.encoder.completion((40, 9, 41)).token_ids == (40, 9)
     assert not z.encoder.completion((40, 9)).truncated and z.encoder.completion((40, 41)).truncated
+
+
+def test_stop_ids_that_a_small_model_inherits_from_its_family_are_left_out():
+    model = tiny.model("gpt2", eos_token_id=50256, bos_token_id=50256)
+    assert model.generation_config.eos_token_id == 50256
+    z = causal_lm(model=model)
+    assert z.encoder.stop_ids == (1,) and len(z.greedy({"x": X})) == 3
 
 
 def test_a_tokenizer_without_eos_is_refused_where_one_is_needed():
@@ -325,6 +350,15 @@ def test_diverse_gives_k_different_answers_and_the_first_is_greedy():
     assert all(len(row[0].token_ids) <= 2 for row in z.diverse({"x": X}, 2, max_new_tokens=2))
     same = z.diverse({"x": X}, 2, diversity_penalty=0.0)
     assert all(row[0] == row[1] for row in same)
+
+
+def test_the_options_of_the_search_reach_it():
+    z = causal_lm(max_new_tokens=6)
+    options = {"length_penalty": 0.5, "early_stopping": True, "finished_groups": "pad", "diversity_penalty": 2.0}
+    found = z.diverse({"x": X}, 2, **options, max_new_tokens=3)
+    assert all(len(value.token_ids) <= 3 for row in found for value in row)
+    with pytest.raises(errors.UnknownOptionError, match="early_stopping"):
+        z.diverse({"x": X}, 2, early_stopping="soon")
 
 
 def test_perturbed_top_k_returns_different_completions_with_their_own_log_probs():
@@ -526,6 +560,56 @@ def test_tied_components_share_one_adapter():
     assert system.is_frozen("y")
 
 
+@pytest.mark.parametrize("kind", ["whole", "made elsewhere", "by name"])
+def test_components_given_the_same_weights_are_tied_and_tied_again_after_loading(tmp_path, kind):
+    model, adapter, start = tiny.model(), None, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    if kind != "whole":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model = get_peft_model(model, start, adapter_name="first")
+            model.add_adapter("second", start)
+        adapter = "second" if kind == "by name" else None
+    y = causal_lm("y", ("x",), model, template="{x}?", adapter=adapter)
+    system = CompoundSystem([y, causal_lm("z", ("x", "y"), model, template="{x} {y}:", adapter=adapter)])
+    trace = {"x": X, "y": ANSWERS, "z": ANSWERS[::-1]}
+    start = system.log_prob(trace).detach()
+    disturb(y)
+    system.save(tmp_path / "system")
+    loaded = CompoundSystem.load(tmp_path / "system")
+    for each in (system, loaded):
+        assert len(each.trainable_parameters()) == len(y.trainable())
+        with each.reference():
+            torch.testing.assert_close(each.log_prob(trace), start, atol=1e-5, rtol=0)
+    assert torch.equal(loaded.log_prob(trace), system.log_prob(trace))
+
+
+def test_two_adapters_of_a_peft_model_are_two_components():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules="all-linear"), adapter_name="draft")
+        model.add_adapter("refine", LoraConfig(r=2, target_modules="all-linear"))
+    y, z = (causal_lm(name, ("x",), model, adapter=name) for name in ("draft", "refine"))
+    assert all(p.requires_grad for component in (y, z) for p in component.trainable())  # peft had frozen the second
+    assert not set(map(id, y.trainable())) & set(map(id, z.trainable())) and y.tied_to is z.tied_to is None
+    before = z.log_prob(ANSWERS, {"x": X})
+    disturb(y)
+    assert torch.equal(z.log_prob(ANSWERS, {"x": X}), before)
+    assert not torch.allclose(y.log_prob(ANSWERS, {"x": X}), before)
+
+
+def test_a_deep_copy_of_a_trained_model_is_another_model():
+    base = tiny.model()
+    y = causal_lm("y", model=base)
+    z = causal_lm("z", model=copy.deepcopy(base))
+    assert z.tied_to is None and z.model is not y.model
+
+
+@pytest.mark.parametrize("model", [None, 3, ["a"]])
+def test_what_is_no_model_is_named(model):
+    with pytest.raises(errors.MissingModelError, match="'z': model must be a transformers model"):
+        CausalLM("z", ("x",), model, tiny.tokenizer())
+
+
 def test_a_whole_model_and_an_adapter_cannot_share_a_base():
     base = tiny.model()
     whole = causal_lm("y", model=base)
@@ -643,7 +727,9 @@ def test_a_cached_reference_gives_the_loss_of_an_uncached_one():
 
 
 @pytest.mark.parametrize(
-    "options", [{"reference": "adpter"}, {"max_new_tokens": 0}, {"max_new_tokens": True}, {"pad_to_multiple": -1}]
+    "options",
+    [{"reference": "adpter"}, {"max_new_tokens": 0}, {"max_new_tokens": True}, {"pad_to_multiple": -1}, {"temperature": 0},
+     {"temperature": float("nan")}, {"diversity_penalty": -1.0}, {"min_new_tokens": 7}, {"min_new_tokens": -1}],
 )
 def test_unknown_options_are_refused(options):
     with pytest.raises(errors.UnknownOptionError):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sysdpo_lab import CompoundSystem, losses, samplers
+from sysdpo_lab import CompoundSystem, errors, losses, samplers
 from sysdpo_lab.components import Categorical, Component, Tool
 from tests import random_systems as rs
 from tests.random_systems import longs
@@ -96,3 +96,8 @@ def test_options_reach_the_component_and_the_penalty_is_20():
     assert system["y"].options == {"diversity_penalty": 20.0}
     samplers.diverse_beam(system, {"x": ["p"]}, 2, diversity_penalty=3.0, max_new_tokens=5)
     assert system["y"].options == {"diversity_penalty": 3.0, "max_new_tokens": 5}
+
+
+def test_an_option_that_no_search_has_is_named_also_on_tables():
+    with pytest.raises(errors.UnknownOptionError, match="'penalty' does not exist; choose one of 'diversity_penalty'"):
+        samplers.diverse_beam(rs.chain(), {"x": longs(0)}, 2, penalty=3.0)

@@ -48,9 +48,9 @@ class Objective:
         with torch.no_grad():
             return self().item() - self.pairs.floor
 
-    def sampled(self, number: int, generator: torch.Generator) -> "Objective":
-        """The same objective on `number` independent judgements instead of all."""
-        return replace(self, pairs=self.pairs.sample(number, generator))
+    def sampled(self, number: int, generator: torch.Generator, systems: int = 1) -> "Objective":
+        """The same objective on `number` independent judgements (for each of `systems` stacked ones) instead of all."""
+        return replace(self, pairs=self.pairs.sample(number, generator, systems))
 
     def copies(self, stacked: CompoundSystem, number: int) -> "Objective":
         """The objective of `number` copies of the system in `stacked`: the sum of their losses."""
@@ -119,13 +119,16 @@ def _input_law(grid: Joint, systems: int) -> Float[Tensor, " X"]:
     return torch.full((grid.inputs,), systems / grid.inputs, dtype=torch.float64)
 
 
-def _checked(grid: Joint, ratio_possible: Tensor) -> None:
-    """A policy that cannot do what the reference does has an infinite loss."""
+def _check_support(grid: Joint, finals_only: bool = False) -> None:
+    """A policy that cannot make what is compared has an infinite loss: say so before training."""
     with torch.no_grad():
-        lost = ratio_possible & ~torch.isfinite(grid.log_prob())
+        policy, reference = grid.log_prob(), grid.log_reference
+        if finals_only:
+            policy, reference = grid.log_finals(policy), grid.log_finals(reference)
+    lost = torch.isfinite(reference) & ~torch.isfinite(policy)
     if bool(lost.any()):
-        x, s = lost.nonzero()[0].tolist()
-        values = {name: int(grid.value(name)[s]) for name in grid.names}
+        x, number = lost.nonzero()[0].tolist()
+        values = {n: number if finals_only else int(grid.value(n)[number]) for n in grid.names[-1 if finals_only else 0 :]}
         raise errors.NoMarginError(f"input {x}: the policy cannot make {values}, which the reference can: no finite loss")
 
 
@@ -145,6 +148,9 @@ def direct(
         law: "reference", "uniform", or a tensor; see `trace_pairs`.
         systems: how many systems are stacked in this one (`stack`); the loss is the sum of theirs.
 
+    Raises:
+        NoMarginError: the policy cannot make something that is compared.  StateSpaceError: too many joint values.
+
     >>> from sysdpo_lab.components import Categorical
     >>> system = CompoundSystem([Categorical("y", {"x": 1}, 2), Categorical("z", {"y": 2}, 2)])
     >>> loss = direct(system, torch.tensor([[[0.0, 1.0], [-1.0, 0.0]]]), beta=0.5)
@@ -152,7 +158,7 @@ def direct(
     (0.6931, 0.1109)
     """
     grid = Joint(system)
-    _checked(grid, grid.support)
+    _check_support(grid)
     return Direct(grid, trace_pairs(grid, preference_logits, law, _input_law(grid, systems)), errors.check_beta(beta))
 
 
@@ -176,6 +182,7 @@ def sampling(
     0.6931
     """
     grid = Joint(system)
+    _check_support(grid, finals_only=True)
     pairs = final_pairs(preference_logits, law, grid.log_finals(grid.log_reference).exp(), _input_law(grid, systems))
     return Sampling(grid, pairs, errors.check_beta(beta))
 
@@ -208,6 +215,7 @@ def separate(
     for name in names:
         if grid.sizes[grid.names.index(name)] != grid.sizes[-1]:
             raise errors.CardinalityError(f"component {name!r} cannot stand for an answer: it has another number of values")
+    _check_support(grid)
     p_reference = marginal(system, reference=True).detach()
     pairs = final_pairs(preference_logits, law, p_reference, _input_law(grid, systems))
     return Separate(grid, pairs, errors.check_beta(beta), names)
