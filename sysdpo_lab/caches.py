@@ -157,6 +157,8 @@ class CachedRows:
 
     def _read(self, input_ids: Tensor, positions: Tensor, cache):
         given = {"attention_mask": self.mask, "position_ids": positions, "use_cache": True}
+        if not self.forward.handles_padding:  # its rows are unpadded; Mamba would multiply a step's state by the long mask
+            del given["attention_mask"]
         return self.forward(input_ids, cache, **given)
 
     def step(self, tokens: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:

@@ -16,8 +16,8 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="each dependency OK/FAIL, device, versions")
     run = commands.add_parser("run", help="run an experiment; writes summary.json, figures and report.html")
     run.add_argument("experiment")
-    run.add_argument("--profile", required=True, help="toy, tiny, small or paper; see `list`")
-    run.add_argument("--out", type=Path, required=True, help="a new folder, or that of the run to --resume")
+    run.add_argument("--profile", default=None, help="toy, tiny, small or paper; default: the experiment's smallest")
+    run.add_argument("--out", type=Path, default=None, help="a new folder, or that of the run to --resume; default: under runs/")
     run.add_argument("--seeds", type=_seeds, default=None, help="for example 0,1,2; default: the profile's")
     run.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings that differ")
     run.add_argument("--resume", action="store_true", help="go on with an interrupted run, to the same result")
@@ -134,6 +134,8 @@ def dispatch(options: argparse.Namespace) -> int:
         from sysdpo_lab.experiments import runner
 
         changes = settings_of(options.set)
-        summary = runner.run(options.experiment, options.profile, options.out, options.seeds, changes, options.resume)
-        print_summary(summary, options.out)
+        name = options.profile or profiles.smallest(options.experiment)
+        out = options.out or Path("runs") / f"{options.experiment}-{name}"
+        summary = runner.run(options.experiment, name, out, options.seeds, changes, options.resume)
+        print_summary(summary, out)
     return 0

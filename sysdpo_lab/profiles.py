@@ -126,3 +126,13 @@ def find(experiment: str, profile: str) -> Profile:
     errors.check_option("experiment", experiment, tuple(dict.fromkeys(name for name, _ in REGISTRY)))
     errors.check_option(f"profile of {experiment}", profile, tuple(p for name, p in REGISTRY if name == experiment))
     return REGISTRY[experiment, profile]
+
+
+def smallest(experiment: str) -> str:
+    """Name of the experiment's smallest profile.
+
+    >>> smallest("two-llm")
+    'tiny'
+    """
+    errors.check_option("experiment", experiment, tuple(dict.fromkeys(name for name, _ in REGISTRY)))
+    return next(profile for name, profile in REGISTRY if name == experiment)

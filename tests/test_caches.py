@@ -113,3 +113,24 @@ def test_wrappers_are_looked_through():
     inner = random_model("llama")
     assert caches.unwrapped(torch.nn.DataParallel(inner)) is inner
     assert caches.unwrapped(adapted(inner)) is inner
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
+def test_a_recurrent_model_without_positions_decodes_cached_as_in_one_pass(kind):
+    # given a mask that is longer than one step, Mamba multiplies the step's state by all of it
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=23, hidden_size=32, state_size=4, num_hidden_layers=2, expand=2, conv_kernel=4,
+        time_step_rank=4, use_mambapy=False, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.tensor([[5, 10, 20, 3, 4, 15, 6]])
+    with torch.no_grad():
+        expected = torch.log_softmax(model(input_ids=ids).logits[0].float(), -1)
+        rows = caches.open_rows(model, ids[:, :3], torch.ones(1, 3, dtype=torch.long), True)
+        for position in range(3, 7):
+            logits = rows.step(ids[:, position])
+            assert torch.allclose(torch.log_softmax(logits[0], -1), expected[position], atol=1e-4)

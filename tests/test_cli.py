@@ -159,7 +159,7 @@ def test_seeds_that_are_no_numbers_end_with_status_2(capsys, tmp_path, seeds):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("words", ["", "walk", "run toy", "run toy --profile toy", "plan", "plan toy", "store x"])
+@pytest.mark.parametrize("words", ["", "walk", "run", "plan", "plan toy", "store x"])
 def test_a_command_that_is_not_whole_ends_with_status_2(capsys, words):
     with pytest.raises(SystemExit) as ended:
         cli.main(words.split())
@@ -182,3 +182,10 @@ def test_an_error_that_is_no_named_one_is_not_hidden(monkeypatch, tmp_path):
     with pytest.raises(ZeroDivisionError):
         cli.main(["run", "toy", "--out", str(tmp_path / "run"), *QUICK])
     assert issubclass(errors.ResumeError, errors.SysDPOError)
+
+
+def test_profile_and_folder_may_be_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "toy", "--seeds", "0", "--set", "systems=2", "steps=2"]) == 0
+    assert (tmp_path / "runs" / "toy-toy" / "summary.json").is_file()
+    assert "UnknownOptionError: experiment='toys'" in failure(capsys, "run", "toys")
