@@ -1,7 +1,7 @@
-"""From the lessons' text sources to executed notebooks, student versions and marks.
+"""From the lessons' text sources to executed notebooks, with checks for their exercises.
 
-build: sources -> executed notebooks, and student versions (`--student`) - checks: what each exercise's test cell calls -
-exercises: reading and cutting exercise cells - grade: marks for hand-ins.
+build: sources -> executed notebooks - checks: what each exercise's test cell calls. The exercise cells carry nbgrader's
+metadata and markers, so that student versions and marks can be made from the same source.
 
 How to write an exercise
 ------------------------
@@ -45,7 +45,6 @@ arguments where it asks for a value), so that an empty answer raises NotImplemen
 
 where MORE stands for `"schema_version": 3, "task": false`. The lesson imports `from sysdpo_lab.coursework import checks`.
 `grade_id` is unique in the lesson; the test's is the solution's with `-test`. Hidden tests hold asserts with messages.
-Student versions and the grader need no more than this.
 
 **2. The check**, in `sysdpo_lab/coursework/checks/lesson_NN.py` (found by its name; no list to keep)::
 
