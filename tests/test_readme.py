@@ -16,9 +16,10 @@ COMMANDS = sorted({
 
 def test_the_ten_lines_align_a_system(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
-    assert "preference_pairs(64," in code and "steps=20" in code
+    assert "[:64]" in code and "steps=20" in code
+    assert len([line for line in code.splitlines() if line.strip()]) == 10
     names: dict = {}
-    exec(code.replace("preference_pairs(64,", "preference_pairs(4,").replace("steps=20", "steps=1"), names)
+    exec(code.replace("[:64]", "[:4]").replace("steps=20", "steps=1"), names)
     assert names["history"][0]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert "refine" in capsys.readouterr().out
 
