@@ -308,3 +308,26 @@ class ExerciseFormatError(SysDPOError, ValueError):
 
 class HandInError(SysDPOError, ValueError):
     """A file that was handed in cannot be graded: missing, no notebook, or of another lesson."""
+
+
+# --- judges -----------------------------------------------------------------------------------------------------------
+
+
+class MissingExtraError(SysDPOError, ImportError):
+    """An optional package is needed for this and is not installed."""
+
+
+class JudgeUnavailableError(SysDPOError, RuntimeError):
+    """A judge's model cannot be reached, or refuses; the replies so far are kept."""
+
+
+class JudgeBudgetError(SysDPOError, RuntimeError):
+    """A judge would send more requests than its budget allows; the replies so far are kept."""
+
+
+class ReplyStoreError(SysDPOError, OSError):
+    """A store of replies cannot be read or written."""
+
+
+class DamagedReplyWarning(SysDPOWarning):
+    """A store of replies has unreadable lines; they are asked again."""

@@ -44,7 +44,7 @@ LAYERS = (  # a module imports from its own line and from those above
     "history checkpoints preferences",
     "objectives optimisation summaries options",
     "training",
-    "evaluation figures widgets report profiles results",
+    "evaluation figures widgets report profiles results judges sentences diversity",
     "worlds",
     "experiments",
     "planning doctor demo cli __main__ coursework",
