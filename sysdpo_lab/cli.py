@@ -1,4 +1,4 @@
-"""The command line: list, run, plan, doctor, store, demo."""
+"""The command line: list, run, plan, ask, doctor, store, demo."""
 
 import argparse
 import sys
@@ -17,13 +17,20 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="run an experiment; writes summary.json, figures and report.html")
     run.add_argument("experiment")
     run.add_argument("--profile", default=None, help="toy, tiny, small or paper; default: the experiment's smallest")
-    run.add_argument("--out", type=Path, default=None, help="a new folder, or that of the run to --resume; default: under runs/")
+    run.add_argument(
+        "--out", type=Path, default=None, help="a new folder, or that of the run to --resume; default: under runs/"
+    )
     run.add_argument("--seeds", type=_seeds, default=None, help="for example 0,1,2; default: the profile's")
     run.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings that differ")
     run.add_argument("--resume", action="store_true", help="go on with an interrupted run, to the same result")
     plan = commands.add_parser("plan", help="memory, tokens and hours of a run; downloads nothing")
     plan.add_argument("experiment")
     plan.add_argument("--profile", required=True)
+    ask = commands.add_parser("ask", help="ask a saved system your own questions; its intermediates are shown")
+    ask.add_argument("folder", type=Path, help="what system.save wrote, for instance RUN/seed-0/joint/system")
+    ask.add_argument("questions", nargs="*", help="without any: one question a line from standard input")
+    ask.add_argument("--start", action="store_true", help="ask the frozen start instead")
+    ask.add_argument("--sample", type=int, default=None, metavar="SEED", help="sample every component; default: greedy")
     store = commands.add_parser("store", help="keep a complete run under data/results/NAME")
     store.add_argument("run", type=Path, help="the folder that `run --out` wrote")
     store.add_argument("name")
@@ -112,6 +119,20 @@ def _how_to_go_on(options: argparse.Namespace) -> str:
     return "; the same command goes on" if options.command == "demo" else ""
 
 
+def print_answers(options: argparse.Namespace) -> None:
+    """Load a system and answer each question with all intermediates."""
+    import torch
+
+    from sysdpo_lab import asking
+    from sysdpo_lab.system import CompoundSystem
+
+    questions = options.questions or [line.strip() for line in sys.stdin if line.strip()]
+    system = CompoundSystem.load(options.folder)
+    generator = None if options.sample is None else torch.Generator().manual_seed(options.sample)
+    for answer in asking.ask(system, questions, start=options.start, generator=generator):
+        print("\n".join(asking.lines(answer, system.output)) + "\n")
+
+
 def dispatch(options: argparse.Namespace) -> int:
     """The chosen sub-command."""
     if options.command == "list":
@@ -122,6 +143,8 @@ def dispatch(options: argparse.Namespace) -> int:
         from sysdpo_lab import doctor
 
         return doctor.run_doctor(sys.stdout)
+    elif options.command == "ask":
+        print_answers(options)
     elif options.command == "store":
         from sysdpo_lab import results
 

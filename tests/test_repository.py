@@ -47,7 +47,7 @@ LAYERS = (  # a module imports from its own line and from those above
     "evaluation figures widgets report profiles results judges sentences diversity",
     "worlds",
     "experiments",
-    "planning doctor demo cli __main__ coursework",
+    "asking planning doctor demo cli __main__ coursework",
 )
 RANK = {top: rank for rank, line in enumerate(LAYERS) for top in line.split()}
 
