@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from sysdpo_lab import cli, demo, errors, paths
-from sysdpo_lab.experiments import runner, two_llm
+from sysdpo_lab.experiments import runner
+from sysdpo_lab.experiments.two_llm import EXPERIMENT
 from sysdpo_lab.profiles import REGISTRY
 
 QUICK = {"pairs": 4, "heldout": 2, "steps": 1, "warmup": 0, "max_new_tokens": 8, "candidates": 3}
@@ -50,7 +51,7 @@ def test_its_short_settings_are_those_of_the_small_profile_and_small(monkeypatch
     monkeypatch.undo()
     small = REGISTRY["two-llm", "small"]
     assert small.name == "small" and small.with_settings(demo.SHORT) != small.settings
-    two_llm.check(small.with_settings(demo.SHORT))
+    EXPERIMENT.check(small.with_settings(demo.SHORT))
     assert all(demo.SHORT[key] <= small.settings[key] for key in ("pairs", "heldout", "steps", "batch"))
 
 
@@ -59,14 +60,14 @@ def test_a_complete_demo_is_replaced_and_a_broken_off_one_is_continued(tmp_path,
     demo.run_demo(out, lesson=False, changes=QUICK)
     (out / "two-llm" / "trace of the first").write_text("x")
     trained = []
-    train = two_llm.train_row
+    train = EXPERIMENT.train_row
 
-    def broken_off(*arguments):
+    def broken_off(self, *arguments):
         trained.append(train(*arguments))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(two_llm, "train_row", broken_off)
+        patch.setattr(type(EXPERIMENT), "train_row", broken_off)
         with pytest.raises(KeyboardInterrupt):
             demo.run_demo(out, lesson=False, changes=QUICK)
     assert len(trained) == 1 and not (out / "two-llm" / "trace of the first").exists()

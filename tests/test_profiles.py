@@ -1,6 +1,5 @@
 """Each profile names its model, cost and settings; a setting can be changed only to a value of its kind."""
 
-import importlib
 
 import pytest
 
@@ -24,8 +23,7 @@ def test_a_profile_says_what_it_costs_and_what_to_expect(profile):
 
 @EACH
 def test_its_own_settings_pass_the_experiments_check(profile):
-    module = importlib.import_module(f"sysdpo_lab.experiments.{runner.MODULES[profile.experiment]}")
-    module.check(profile.with_settings({}))
+    runner.experiment_of(profile.experiment).check(profile.with_settings({}))
 
 
 @EACH

@@ -45,6 +45,10 @@ CHAT_REFINE = (
 )
 TINY_DRAFT = "<draft> {x} <write>"
 TINY_REFINE = "<refine> {x} <sep> {draft} <write>"
+PROMPTS = {
+    "tiny": {"draft": TINY_DRAFT, "refine": TINY_REFINE},
+    "chat": {"draft": CHAT_DRAFT, "refine": CHAT_REFINE},
+}
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -521,6 +525,13 @@ _CARD = """# Restaurants: preference pairs of one-sentence descriptions
 |---|---|---|
 {table}
 """
+
+
+def load_tiny() -> tuple[Any, Any]:
+    """Model and tokenizer of the tiny profile."""
+    from sysdpo_lab.worlds.tiny_lm import load_tiny_lm
+
+    return load_tiny_lm()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from sysdpo_lab import CompoundSystem, errors, evaluation, training
 from sysdpo_lab.components.completion import Completion
-from sysdpo_lab.experiments import runner, two_llm
+from sysdpo_lab.experiments import language, runner
+from sysdpo_lab.experiments.two_llm import EXPERIMENT
 from sysdpo_lab.profiles import REGISTRY
 from sysdpo_lab.worlds import restaurants, tiny_lm
 
@@ -26,7 +27,7 @@ TRAINED = {
     "separate": {"draft", "refine"}, "only:draft": {"draft"}, "only:refine": {"refine"}, "joint": {"draft", "refine"},
 }  # fmt: skip
 TINY = REGISTRY["two-llm", "tiny"]
-JOINT = {**SHORT, "rows": "prompted,joint"}
+JOINT = {**SHORT, "rows": "prompted,joint", "probe": True}
 
 
 def silent(line: str) -> None:
@@ -45,7 +46,7 @@ def context_of(out, **changes):
 def complete(tmp_path_factory):
     """A run with every row."""
     out = tmp_path_factory.mktemp("two-llm") / "run"
-    return run(out, {**SHORT, "rows": ",".join(two_llm.ROWS)}), out
+    return run(out, {**SHORT, "rows": "all", "probe": True}), out
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def untrained(tmp_path_factory):
     """The start, saved: {component: tensors of its adapter}."""
     folder = tmp_path_factory.mktemp("untrained")
     context = context_of(folder)
-    two_llm.build_system(context).save(folder / "system")
+    EXPERIMENT.build_system(context).save(folder / "system")
     return adapters_in(folder / "system")
 
 
@@ -67,7 +68,10 @@ def component_folder(system_folder, name):
 
 
 def adapters_in(system_folder):
-    return {name: load_file(component_folder(system_folder, name) / "adapter_model.safetensors") for name in two_llm.NODES}
+    return {
+        name: load_file(component_folder(system_folder, name) / "adapter_model.safetensors")
+        for name in EXPERIMENT.nodes
+    }
 
 
 def equal(left, right) -> bool:
@@ -88,12 +92,25 @@ def without_times(history):
 
 def test_each_row_reports_what_it_can_and_the_start_no_win_rate_against_itself(complete):
     summary, _ = complete
-    found = {system: {r["metric"] for r in summary["rows"] if r["system"] == system} for system in two_llm.ROWS}
+    found = {system: {r["metric"] for r in summary["rows"] if r["system"] == system} for system in EXPERIMENT.rows}
     measured = {"wr_chosen", "task_score", "validity", "words", "draft_score"}
-    assert found["prompted"] == measured
+    probed = {"kl", "distinct_2", "self_bleu"}
+    assert found["prompted"] == measured | probed
     assert found["best-of-n"] == measured | {"wr_prompted"}
     for row in TRAINED:
-        assert found[row] == measured | {"wr_prompted", "margin_accuracy"} == set(two_llm.METRICS)
+        assert (
+            found[row]
+            == measured | probed | {"wr_prompted", "margin_accuracy", "effective_number"}
+            == set(EXPERIMENT.METRICS)
+        )
+
+
+def test_the_start_is_at_distance_0_from_itself_and_a_trained_row_is_not(complete):
+    summary, out = complete
+    assert {record["kl"] for record in records_of(out, "prompted")} == {0.0}
+    assert any(record["kl"] != 0.0 for record in records_of(out, "joint"))
+    assert all(1.0 <= r["effective_number"] <= 2.0 for r in records_of(out, "joint"))  # k = 2
+
     assert all(r["n"] == 4 for r in summary["rows"])
     rates = ("wr_prompted", "wr_chosen", "validity", "margin_accuracy", "task_score", "draft_score")
     assert all(0 <= r["ci_low"] <= r["value"] <= r["ci_high"] <= 1 for r in summary["rows"] if r["metric"] in rates)
@@ -102,7 +119,7 @@ def test_each_row_reports_what_it_can_and_the_start_no_win_rate_against_itself(c
 def test_differences_compare_with_the_start_and_joint_with_every_other_row(complete):
     summary, _ = complete
     pairs = list(dict.fromkeys((d["a"], d["b"]) for d in summary["differences"]))
-    others = two_llm.ROWS[1:]
+    others = EXPERIMENT.rows[1:]
     assert pairs == [(row, "prompted") for row in others] + [("joint", row) for row in others[:-1]]
 
 
@@ -110,7 +127,7 @@ def test_records_are_complete_and_say_what_the_judge_says(complete):
     _, out = complete
     heldout = restaurants.stored_pairs("heldout")[:4]
     start = {record["item"]: record for record in records_of(out, "prompted")}
-    for row in two_llm.ROWS:
+    for row in EXPERIMENT.rows:
         found = records_of(out, row)
         assert [record["item"] for record in found] == [0, 1, 2, 3]
         for record, pair in zip(found, heldout):
@@ -131,9 +148,13 @@ def test_records_are_complete_and_say_what_the_judge_says(complete):
 def test_the_report_has_curves_samples_and_says_what_best_of_n_knows(complete):
     summary, out = complete
     names = {"graph", "wr_prompted", "task_score", "training", "shares"}
-    assert {p.name for p in (out / "figures").iterdir()} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    assert {p.name for p in (out / "figures").iterdir()} == {
+        f"{name}.{kind}" for name in names for kind in ("png", "svg")
+    }
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert records_of(out, "joint")[0]["refine"] in page and "best of 2 samples of the start by the judge itself" in page
+    assert (
+        records_of(out, "joint")[0]["refine"] in page and "best of 2 samples of the start by the judge itself" in page
+    )
     assert summary["notes"]["dtype"] == "float32" and "kept" in summary["notes"]["pairs of seed 0"]
 
 
@@ -144,7 +165,7 @@ def test_the_report_has_curves_samples_and_says_what_best_of_n_knows(complete):
 def test_a_row_changes_its_own_adapters_and_leaves_the_frozen_one_bit_for_bit(complete, untrained, row):
     _, out = complete
     found = adapters_in(folder_of(out, row) / "system")
-    assert {name for name in two_llm.NODES if not equal(found[name], untrained[name])} == TRAINED[row]
+    assert {name for name in EXPERIMENT.nodes if not equal(found[name], untrained[name])} == TRAINED[row]
 
 
 @pytest.mark.parametrize("row", TRAINED)
@@ -167,22 +188,24 @@ def test_training_leaves_the_base_weights_as_they_are(complete):
 
 def test_a_second_system_starts_untrained_on_the_same_base_weights(tmp_path, untrained):
     context = context_of(tmp_path)
-    base = two_llm.load_base(context)[0]
+    base = language.load_base(context)[0]
     before = {key: value.clone() for key, value in base.state_dict().items()}
-    first = two_llm.build_system(context)
+    first = EXPERIMENT.build_system(context)
     with torch.no_grad():
         for parameter in first.trainable_parameters():
             parameter.add_(1.0)
-    second = two_llm.build_system(context)
+    second = EXPERIMENT.build_system(context)
     second.save(tmp_path / "second")
     assert all(equal(adapter, untrained[name]) for name, adapter in adapters_in(tmp_path / "second").items())
     assert equal(dict(base.state_dict()), before)  # no adapter in it, and no number changed
-    shared = [m.get_input_embeddings().weight.data_ptr() for m in (base, first["draft"].network, second["refine"].network)]
+    shared = [
+        m.get_input_embeddings().weight.data_ptr() for m in (base, first["draft"].network, second["refine"].network)
+    ]
     assert len(set(shared)) == 1  # not copied
 
 
 def test_the_start_is_the_same_for_every_row_and_equals_the_reference(tmp_path):
-    system = two_llm.build_system(context_of(tmp_path))
+    system = EXPERIMENT.build_system(context_of(tmp_path))
     trace = system.generate({"x": [pair.inputs["x"] for pair in restaurants.stored_pairs("heldout")[:2]]})
     own = system.log_prob(trace)
     with system.reference():
@@ -203,7 +226,7 @@ def test_the_saved_system_generates_the_recorded_answers(complete, row):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("name", two_llm.NODES)
+@pytest.mark.parametrize("name", EXPERIMENT.nodes)
 def test_each_adapter_loads_with_plain_peft_and_gives_the_same_log_probabilities(complete, name):
     import peft
 
@@ -252,7 +275,9 @@ runner.run("two-llm", "tiny", sys.argv[1], (0,), json.loads(sys.argv[2]), say=la
 def test_a_run_killed_in_the_middle_of_training_and_resumed_ends_the_same(complete, tmp_path):
     _, whole = complete
     out = tmp_path / "run"
-    died = subprocess.run([sys.executable, "-c", KILLED_IN_STEP_2, str(out), json.dumps(JOINT)], capture_output=True, text=True)
+    died = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_STEP_2, str(out), json.dumps(JOINT)], capture_output=True, text=True
+    )
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert [p.name for p in (out / "seed-0" / "joint" / "checkpoints").iterdir()] == ["step-000001"]
     assert not (out / "summary.json").exists()
@@ -276,7 +301,7 @@ def test_a_run_stopped_between_training_and_measuring_does_not_train_again(compl
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(two_llm, "margin_accuracy", stop)
+        patch.setattr(type(EXPERIMENT), "margin_numbers", stop)
         with pytest.raises(Stopped):
             run(tmp_path / "run", JOINT)
     steps = []
@@ -284,7 +309,9 @@ def test_a_run_stopped_between_training_and_measuring_does_not_train_again(compl
     monkeypatch.setattr(training, "train", lambda *a, **options: train(*a, **options, on_step=steps.append))
     run(tmp_path / "run", JOINT, resume=True)
     assert steps == []
-    assert runner.read_records(tmp_path / "run" / "records.jsonl") == records_of(whole, "prompted") + records_of(whole, "joint")
+    assert runner.read_records(tmp_path / "run" / "records.jsonl") == records_of(whole, "prompted") + records_of(
+        whole, "joint"
+    )
 
 
 # --- data ---------------------------------------------------------------------------------------------------------------
@@ -296,9 +323,9 @@ def texts(pairs):
 
 def test_on_policy_pairs_depend_on_the_seed_alone_and_are_better_against_worse(tmp_path):
     context = context_of(tmp_path, pairs=4)
-    first = two_llm.training_pairs(context, 0)
-    assert texts(first) == texts(two_llm.training_pairs(context_of(tmp_path, pairs=4), 0))
-    assert texts(first) != texts(two_llm.training_pairs(context, 1))
+    first = EXPERIMENT.training_pairs(context, 0)
+    assert texts(first) == texts(EXPERIMENT.training_pairs(context_of(tmp_path, pairs=4), 0))
+    assert texts(first) != texts(EXPERIMENT.training_pairs(context, 1))
     for pair in first:
         record = restaurants.parse(pair.inputs["x"])
         assert restaurants.judge(record, pair.chosen).score - restaurants.judge(record, pair.rejected).score >= 0.15
@@ -307,7 +334,7 @@ def test_on_policy_pairs_depend_on_the_seed_alone_and_are_better_against_worse(t
 
 
 def test_written_pairs_are_of_the_training_split_and_the_held_out_ones_are_not(tmp_path):
-    written = two_llm.training_pairs(context_of(tmp_path, data="written", pairs=30), 0)
+    written = EXPERIMENT.training_pairs(context_of(tmp_path, data="written", pairs=30), 0)
     assert {restaurants.split_of(restaurants.parse(pair.inputs["x"])) for pair in written} == {"train"}
     heldout = restaurants.stored_pairs("heldout")
     assert {restaurants.split_of(restaurants.parse(pair.inputs["x"])) for pair in heldout} == {"heldout"}
@@ -315,7 +342,7 @@ def test_written_pairs_are_of_the_training_split_and_the_held_out_ones_are_not(t
 
 
 def test_batches_cover_every_input_once_in_order():
-    seen = list(two_llm.in_batches(lambda batch: batch["x"], list("abcdefg"), 3))
+    seen = list(language.in_batches(lambda batch: batch["x"], list("abcdefg"), 3))
     assert seen == [(["a", "b", "c"], [0, 1, 2]), (["d", "e", "f"], [3, 4, 5]), (["g"], [6])]
 
 
@@ -330,17 +357,17 @@ def answer(text, draft="d", truncated=False):
 
 
 def test_scores_of_one_record_by_hand():
-    found = two_llm.score(X, answer(GOOD, draft=FAIR), chosen=GOOD, start=answer(FAIR))
+    found = EXPERIMENT.score(restaurants, X, answer(GOOD, draft=FAIR), chosen=GOOD, start=answer(FAIR))
     assert found == {
         "task_score": 1.0, "validity": 1.0, "words": 6.0, "draft_score": 0.5, "wr_chosen": 0.5, "wr_prompted": 1.0,
     }  # fmt: skip
-    assert two_llm.score(X, answer(BAD), chosen=GOOD, start=answer(FAIR))["wr_prompted"] == 0.0
-    assert two_llm.score(X, answer(FAIR), chosen=BAD, start=answer(FAIR))["wr_prompted"] == 0.5
-    assert "wr_prompted" not in two_llm.score(X, answer(FAIR), chosen=BAD, start=None)
+    assert EXPERIMENT.score(restaurants, X, answer(BAD), chosen=GOOD, start=answer(FAIR))["wr_prompted"] == 0.0
+    assert EXPERIMENT.score(restaurants, X, answer(FAIR), chosen=BAD, start=answer(FAIR))["wr_prompted"] == 0.5
+    assert "wr_prompted" not in EXPERIMENT.score(restaurants, X, answer(FAIR), chosen=BAD, start=None)
 
 
 def test_a_cut_off_answer_is_not_valid():
-    assert two_llm.score(X, answer(GOOD, truncated=True), GOOD, None)["validity"] == 0.0
+    assert EXPERIMENT.score(restaurants, X, answer(GOOD, truncated=True), GOOD, None)["validity"] == 0.0
 
 
 class Scripted:
@@ -360,16 +387,18 @@ class Scripted:
 def test_best_of_n_keeps_the_best_sample_with_its_own_draft(tmp_path):
     context = context_of(tmp_path, best_of=3)
     finals = [FAIR, BAD, GOOD, FAIR, BAD, BAD]  # three rounds of two inputs
-    found = two_llm.answers_of(context, "best-of-n", Scripted(finals), [X, X], seed=0)
+    found = EXPERIMENT.answers_of(context, "best-of-n", Scripted(finals), [X, X], seed=0)
     assert found == [answer(GOOD, f"draft of {GOOD}"), answer(FAIR, f"draft of {FAIR}")]
     context = context_of(tmp_path, best_of=1)
-    assert two_llm.answers_of(context, "best-of-n", Scripted([BAD]), [X], 0) == [answer(BAD, f"draft of {BAD}", True)]
+    assert EXPERIMENT.answers_of(context, "best-of-n", Scripted([BAD]), [X], 0) == [
+        answer(BAD, f"draft of {BAD}", True)
+    ]
 
 
 def test_the_start_is_measured_once_for_all_seeds(tmp_path, monkeypatch):
     calls = []
-    measured = two_llm.answers_of
-    monkeypatch.setattr(two_llm, "answers_of", lambda *a, **o: calls.append(a[1]) or measured(*a, **o))
+    measured = EXPERIMENT.answers_of
+    monkeypatch.setattr(type(EXPERIMENT), "answers_of", lambda self, *a, **o: calls.append(a[1]) or measured(*a, **o))
     summary = run(tmp_path / "run", {**SHORT, "rows": "prompted", "heldout": 2}, seeds=(0, 1))
     assert calls == ["prompted"]
     assert {row["n"] for row in summary["rows"]} == {4} and summary["differences"] == []
@@ -378,36 +407,44 @@ def test_the_start_is_measured_once_for_all_seeds(tmp_path, monkeypatch):
 def test_margins_of_the_start_are_zero_and_count_one_half(tmp_path):
     context = context_of(tmp_path)
     heldout = restaurants.stored_pairs("heldout")[:2]
-    assert two_llm.margin_accuracy(context, two_llm.build_system(context), heldout, 0) == [0.5, 0.5]
+    assert [
+        n["margin_accuracy"] for n in EXPERIMENT.margin_numbers(context, EXPERIMENT.build_system(context), heldout, 0)
+    ] == [0.5, 0.5]
 
 
 def test_a_pair_without_a_margin_counts_one_half(tmp_path, monkeypatch):
-    Found = collections.namedtuple("Found", "margin")
-    monkeypatch.setattr(training, "margins", lambda *a: Found(torch.tensor([1.0, float("nan"), -1.0, 0.0])))
-    assert two_llm.margin_accuracy(context_of(tmp_path), None, [], 0) == [1.0, 0.5, 0.0, 0.5]
+    Found = collections.namedtuple("Found", "margin effective")
+    margins, effective = torch.tensor([1.0, float("nan"), -1.0, 0.0]), torch.tensor([1.5, float("nan"), 2.0, 1.25])
+    monkeypatch.setattr(training, "margins", lambda *a: Found(margins, effective))
+    found = EXPERIMENT.margin_numbers(context_of(tmp_path), None, [], 0)
+    assert [tuple(n.values()) for n in found] == [(1.0, 1.5), (0.5, 1.0), (0.0, 2.0), (0.5, 1.25)]
 
 
 # --- settings -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampler", two_llm.CHOICES["sampler"])
+@pytest.mark.parametrize("sampler", language.CHOICES["sampler"])
 def test_every_sampler_that_can_be_asked_for_gives_an_objective_that_trains(tmp_path, sampler):
     context = context_of(tmp_path, sampler=sampler, steps=1, max_new_tokens=6)
-    system = two_llm.build_system(context)
+    system = EXPERIMENT.build_system(context)
     pairs = restaurants.stored_pairs("train")[:2]
-    history = two_llm.train_row(context, "joint", system, pairs, 0, tmp_path / "joint")
-    assert sampler in repr(two_llm.objective_of(context, "joint"))
+    history = EXPERIMENT.train_row(context, "joint", system, pairs, 0, tmp_path / "joint")
+    assert sampler in repr(EXPERIMENT.objective_of(context, "joint"))
     assert history[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and history[0]["grad_norm_total"] > 0
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rows": "prompted,both"}, "row='both'.*'prompted', 'best-of-n', 'separate', 'only:draft', 'only:refine', 'joint'"),
+        (
+            {"rows": "prompted,both"},
+            "row='both'.*'prompted', 'best-of-n', 'separate', 'only:draft', 'only:refine', 'joint'",
+        ),
         ({"rows": "prompted,only:merge"}, "row='only:merge'"),
         ({"rows": "joint"}, "must begin with 'prompted'"),
         ({"rows": ""}, "must begin with 'prompted'"),
         ({"rows": "prompted,joint,joint"}, "each row once"),
+        ({"world": "moon"}, "world='moon'.*'restaurants'"),
         ({"data": "copied"}, "data='copied'.*'on-policy', 'written'"),
         ({"dtype": "float16"}, "dtype='float16'.*'auto', 'float32', 'bfloat16'"),
         ({"sampler": "diverse"}, "sampler='diverse'.*'diverse_beam', 'monte_carlo', 'gumbel_top_k'"),
@@ -424,11 +461,12 @@ def test_every_sampler_that_can_be_asked_for_gives_an_objective_that_trains(tmp_
 )
 def test_settings_that_no_run_can_have_are_named(changes, words):
     with pytest.raises(errors.UnknownOptionError, match=words):
-        two_llm.check({**TINY.settings, **changes})
+        EXPERIMENT.check({**TINY.settings, **changes})
 
 
 def test_rows_may_be_written_with_spaces():
-    assert two_llm.rows_of({"rows": "prompted, only:draft ,joint"}) == ["prompted", "only:draft", "joint"]
+    assert EXPERIMENT.rows_of({"rows": "prompted, only:draft ,joint"}) == ["prompted", "only:draft", "joint"]
+    assert EXPERIMENT.rows_of({"rows": "all"}) == list(EXPERIMENT.rows)
 
 
 # --- the real model -----------------------------------------------------------------------------------------------------
@@ -447,11 +485,11 @@ def test_a_base_that_is_quicker_in_fp32_is_loaded_again_and_not_widened(tmp_path
     monkeypatch.setattr(loading, "measure_dtype", lambda model: (torch.float32, {"float32": 0.1, "bfloat16": 0.2}))
     small = REGISTRY["two-llm", "small"]
     context = runner.Context(small, dict(small.settings), tmp_path, say=silent)
-    assert two_llm._load_small(context)[0].weight.dtype == torch.float32 and loads == [torch.bfloat16, torch.float32]
+    assert language._load_small(context)[0].weight.dtype == torch.float32 and loads == [torch.bfloat16, torch.float32]
     loads.clear()
     monkeypatch.setattr(loading, "measure_dtype", lambda model: pytest.fail("a resumed run keeps its precision"))
     context.resume = True
-    assert two_llm._load_small(context)[0].weight.dtype == torch.float32
+    assert language._load_small(context)[0].weight.dtype == torch.float32
 
 
 @pytest.mark.real_weights
@@ -466,4 +504,6 @@ def test_the_small_profile_trains_smollm2(tmp_path):
     (history,) = runner.read_records(tmp_path / "run" / "seed-0" / "joint" / "history.jsonl")
     assert history["loss"] == pytest.approx(0.6931, abs=0.01) and history["grad_norm_total"] > 0
     system = tmp_path / "run" / "seed-0" / "joint" / "system"
-    assert sum(p.stat().st_size for p in system.rglob("*") if p.is_file()) < 30e6  # adapters only: the base is in its package
+    assert (
+        sum(p.stat().st_size for p in system.rglob("*") if p.is_file()) < 30e6
+    )  # adapters only: the base is in its package
