@@ -1,5 +1,6 @@
 """Metrics and their intervals (E10): win rates with ties, bootstrap over seeds then items, paired differences."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -61,12 +62,17 @@ def resampled_means(table: Float[numpy.ndarray, "S N"], resamples: int = RESAMPL
     >>> resampled_means(numpy.ones((2, 3)), resamples=2).tolist()
     [1.0, 1.0]
     """
-    rng = numpy.random.default_rng(seed)
-    seeds, items = table.shape
-    rows = _counts(rng.integers(0, seeds, (resamples, seeds)), seeds)
-    columns = _counts(rng.integers(0, items, (resamples, items)), items)
+    rows, columns = _resampled_counts(*table.shape, resamples, seed)
     means = numpy.einsum("rs,sn,rn->r", rows, table, columns, optimize=True) / table.size
     return numpy.clip(means, table.min(), table.max())  # rounding must not leave the range that every mean lies in
+
+
+@functools.lru_cache(maxsize=4)  # all rows of a summary have one shape: hundreds of them share what is drawn
+def _resampled_counts(seeds: int, items: int, resamples: int, seed: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """How often each bootstrap table holds each seed (R, S) and each item (R, N)."""
+    rng = numpy.random.default_rng(seed)
+    rows = _counts(rng.integers(0, seeds, (resamples, seeds)), seeds)
+    return rows, _counts(rng.integers(0, items, (resamples, items)), items)
 
 
 def _counts(index: numpy.ndarray, size: int) -> numpy.ndarray:
@@ -108,25 +114,34 @@ def summary_row(system: str, metric: str, found: Interval) -> dict:
     return {"system": system, "metric": metric, **asdict(found)}
 
 
-def summarise(records: Sequence[dict], metrics: Sequence[str], seeds: Sequence[int]) -> tuple[list[dict], list[dict]]:
+def summarise(
+    records: Sequence[dict],
+    metrics: Sequence[str],
+    seeds: Sequence[int],
+    pairs: Sequence[tuple[str, str]] | None = None,
+) -> tuple[list[dict], list[dict]]:
     """Rows and paired differences of all systems, from item records {"seed", "system", "item", metric: value}.
 
-    A metric that a system has for no item is left out. Differences compare every system with the first one (the start),
-    and then joint with every other one.
+    A metric that a system has for no item is left out. Differences compare the systems of `pairs`, first minus second; by
+    default every system with the first one (the start), and then joint with every other one.
 
     Raises:
         BatchMismatchError: a system has a metric for some items or seeds only.  NonFiniteError: a value is not finite.
     """
-    systems = list(dict.fromkeys(record["system"] for record in records))
+    by_system: dict[str, list[dict]] = {}
+    for record in records:
+        by_system.setdefault(record["system"], []).append(record)
+    systems, items = list(by_system), sorted({record["item"] for record in records})
     tables = {
         (system, metric): table
         for system in systems
         for metric in metrics
-        if (table := _table(records, system, metric, seeds)) is not None
+        if (table := _table(by_system[system], system, metric, seeds, items)) is not None
     }
     rows = [summary_row(system, metric, interval(table)) for (system, metric), table in tables.items()]
-    pairs = [(system, systems[0]) for system in systems[1:]]
-    pairs += [("joint", system) for system in systems[1:] if "joint" in systems[1:] and system != "joint"]
+    if pairs is None:
+        pairs = [(system, systems[0]) for system in systems[1:]]
+        pairs += [("joint", system) for system in systems[1:] if "joint" in systems[1:] and system != "joint"]
     differences = []
     for a, b in pairs:
         for metric in metrics:
@@ -136,12 +151,13 @@ def summarise(records: Sequence[dict], metrics: Sequence[str], seeds: Sequence[i
     return rows, differences
 
 
-def _table(records: Sequence[dict], system: str, metric: str, seeds: Sequence[int]) -> list[list[float]] | None:
-    """The values of a metric, items in order, one list a seed; None where the system does not have the metric."""
-    found = {(r["seed"], r["item"]): r.get(metric) for r in records if r["system"] == system}
+def _table(
+    records: Sequence[dict], system: str, metric: str, seeds: Sequence[int], items: Sequence[int]
+) -> list[list[float]] | None:
+    """A system's values of a metric, items in order, one list a seed; None where it does not have the metric."""
+    found = {(r["seed"], r["item"]): r.get(metric) for r in records}
     if all(value is None for value in found.values()):  # a null in the file counts as "does not have it" too
         return None
-    items = sorted({record["item"] for record in records})
     missing = [(seed, item) for seed in seeds for item in items if found.get((seed, item)) is None]
     if missing:
         seed, item = missing[0]

@@ -37,15 +37,15 @@ Histories = Any  # one history, or {label: history}; see `records`
 # --- making and keeping -----------------------------------------------------------------------------------------------
 
 
-def new_figure(columns: int = 1, *, width: float = 6.4, height: float = 3.4):
-    """(figure, [axes]): white, with 2 pt lines, a light grid, and no frame above and to the right.
+def new_figure(columns: int = 1, *, rows: int = 1, width: float = 6.4, height: float = 3.4):
+    """(figure, [axes, row by row]): white, with 2 pt lines, a light grid, and no frame above and to the right.
 
     The figure belongs to no window and to no global list, so it needs not be closed.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
-    axes = list(figure.subplots(1, columns, squeeze=False)[0])
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for ax in axes:
         ax.set_facecolor("white")
         ax.grid(True, color="0.9", linewidth=0.8)

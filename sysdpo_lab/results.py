@@ -2,16 +2,20 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sysdpo_lab import atomic, errors, paths
 
-KEPT = ("summary.json", "records.jsonl")
+KEPT = ("summary.json", "records.jsonl")  # the first whatever its size
+LARGEST = 4_000_000  # bytes of item records that are worth keeping: the command makes them again
 
 
 def store(run: str | Path, name: str, folder: str | Path | None = None) -> Path:
-    """Copy what lessons and readers need of a complete run to data/results/NAME (adapters and checkpoints stay behind).
+    """Copy what lessons and readers need of a complete run to data/results/NAME.
+
+    Adapters and checkpoints stay behind, and so do item records of more than `LARGEST` bytes; the card says so.
 
     Args:
         run: the folder that `run` wrote to.
@@ -25,9 +29,11 @@ def store(run: str | Path, name: str, folder: str | Path | None = None) -> Path:
     if not (run / "summary.json").is_file():
         raise errors.ResumeError(f"{run} holds no complete run (no summary.json); finish it with --resume first")
     target = (Path(folder) if folder else paths.data_folder() / "results") / name
+    left_out = [file for file in KEPT[1:] if (run / file).stat().st_size > LARGEST]
     with atomic.folder(target) as work:
         for file in KEPT:
-            shutil.copyfile(run / file, work / file)
+            if file not in left_out:
+                shutil.copyfile(run / file, work / file)
         for history in sorted(run.glob("seed-*/*/history.jsonl")):
             place = work / "histories" / f"{history.parent.parent.name}-{history.parent.name}.jsonl"
             place.parent.mkdir(exist_ok=True)
@@ -35,7 +41,8 @@ def store(run: str | Path, name: str, folder: str | Path | None = None) -> Path:
         for picture in sorted(run.glob("figures/*.png")):
             (work / "figures").mkdir(exist_ok=True)
             shutil.copyfile(picture, work / "figures" / picture.name)
-        atomic.write_text(work / "CARD.md", card(json.loads((run / "summary.json").read_text(encoding="utf-8"))))
+        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        atomic.write_text(work / "CARD.md", card(summary, left_out))
     return target
 
 
@@ -53,8 +60,8 @@ def load(name: str, folder: str | Path | None = None) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def card(summary: dict[str, Any]) -> str:
-    """What a stored result is and how it was made, for people."""
+def card(summary: dict[str, Any], left_out: Sequence[str] = ()) -> str:
+    """What a stored result is and how it was made, for people; `left_out` names files that were too large to keep."""
     lines = [
         f"# {summary['experiment']} at {summary['profile']}",
         "",
@@ -63,6 +70,7 @@ def card(summary: dict[str, Any]) -> str:
         f"- Cost: {summary['seconds']:.0f} s, peak memory {summary['peak_memory_mb']:.0f} MB",
         f"- Versions: {', '.join(f'{name} {version}' for name, version in summary['versions'].items())}",
         *(f"- {key}: {value}" for key, value in summary.get("notes", {}).items()),
+        *(f"- Left out for its size: `{file}`; the command makes it again." for file in left_out),
         "- Licence: Apache-2.0, like the code.",
         "",
         "Value, 95 % bootstrap interval over seeds, then items; n = seeds x items.",

@@ -226,6 +226,15 @@ def test_without_joint_there_are_only_differences_with_the_start():
     assert [(d["a"], d["b"]) for d in differences] == [("only:y", "before"), ("only:z", "before")]
 
 
+def test_pairs_of_ones_own_take_the_place_of_the_usual_differences():
+    _, differences = evaluation.summarise(records(), ("score", "win"), (4, 9), [("only:draft", "joint")])
+    assert [(d["a"], d["b"], d["metric"], d["value"]) for d in differences] == [
+        ("only:draft", "joint", "score", pytest.approx(-1.0)),
+        ("only:draft", "joint", "win", pytest.approx(-1.0)),
+    ]
+    assert evaluation.summarise(records(), ("score",), (4, 9), [])[1] == []
+
+
 @pytest.mark.parametrize(("seed", "item"), [(9, 1), (4, 0)])
 def test_a_record_without_the_metric_is_named(seed, item):
     broken = records()

@@ -215,6 +215,13 @@ def test_shapes_tell_inputs_hidden_outputs_and_deterministic_components_apart():
     assert [patch.get_linestyle() for patch in circles].count("--") == 1
 
 
+def test_a_grid_of_axes_is_listed_row_by_row():
+    _, axes = figures.new_figure(3, rows=2)
+    places = [ax.get_subplotspec() for ax in axes]
+    expected = [(row, column) for row in (0, 1) for column in (0, 1, 2)]
+    assert [(place.rowspan.start, place.colspan.start) for place in places] == expected
+
+
 def test_a_graph_can_be_drawn_into_given_axes():
     figure, (left, right) = figures.new_figure(2)
     assert figures.draw_graph(GRAPHS["chain"], ax=right) is figure

@@ -42,6 +42,15 @@ def test_storing_again_replaces_the_older_result_as_a_whole(run, tmp_path):
     assert not (target / "leftover").exists()
 
 
+def test_item_records_too_large_to_keep_stay_behind_and_the_card_says_so(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "LARGEST", 5)
+    (run / "records.jsonl").write_text('{"a": 1}')
+    (run / "summary.json").write_text(json.dumps(SUMMARY))
+    target = results.store(run, "toy", tmp_path / "results")
+    assert not (target / "records.jsonl").exists() and (target / "summary.json").is_file()
+    assert "Left out for its size: `records.jsonl`" in (target / "CARD.md").read_text()
+
+
 def test_an_unfinished_run_is_refused(run, tmp_path):
     (run / "summary.json").unlink()
     with pytest.raises(errors.ResumeError, match="--resume"):
