@@ -7,6 +7,11 @@ from pathlib import Path
 
 from sysdpo_lab import errors, profiles
 
+COMPARED = (
+    "gap", "wr_prompted", "wr_greedy", "wr_chosen", "task_score", "validity", "words", "order_consistency", "preference_score",
+)  # fmt: skip
+MOST_ROWS = 80  # of a table that are printed
+
 
 def parser() -> argparse.ArgumentParser:
     """All sub-commands and their options."""
@@ -89,13 +94,16 @@ def print_plan(experiment: str, name: str) -> None:
 def print_summary(summary: dict, out: Path) -> None:
     """The table of a run, and where its report lies."""
     print(f"\n{summary['experiment']} at {summary['profile']}, seeds {summary['seeds']} (value [95 % interval])")
-    for row in summary["rows"]:
+    for row in summary["rows"][:MOST_ROWS]:
         low, high = row["ci_low"], row["ci_high"]
         print(f"  {row['system']:12} {row['metric']:16} {row['value']:8.3f}  [{low:.3f}, {high:.3f}]  n = {row['n']}")
-    for row in summary["differences"]:
-        if row["metric"] in ("gap", "wr_prompted", "task_score", "validity", "words"):
-            low, high = row["ci_low"], row["ci_high"]
-            print(f"  {row['a']} - {row['b']}, {row['metric']}: {row['value']:+.3f} [{low:+.3f}, {high:+.3f}]")
+    shown = [row for row in summary["differences"] if row["metric"] in COMPARED]
+    for row in shown[:MOST_ROWS]:
+        low, high = row["ci_low"], row["ci_high"]
+        print(f"  {row['a']} - {row['b']}, {row['metric']}: {row['value']:+.3f} [{low:+.3f}, {high:+.3f}]")
+    left = max(0, len(summary["rows"]) - MOST_ROWS) + max(0, len(shown) - MOST_ROWS)
+    if left:
+        print(f"  ... and {left} lines more in {(out / 'summary.json').resolve()}")
     print(f"{summary['seconds']:.0f} s, peak memory {summary['peak_memory_mb']:.0f} MB")
     print(f"report: {(out / 'report.html').resolve()}")
 

@@ -189,3 +189,12 @@ def test_profile_and_folder_may_be_left_out(tmp_path, monkeypatch, capsys):
     assert cli.main(["run", "toy", "--seeds", "0", "--set", "systems=2", "steps=2"]) == 0
     assert (tmp_path / "runs" / "toy-toy" / "summary.json").is_file()
     assert "UnknownOptionError: experiment='toys'" in failure(capsys, "run", "toys")
+
+
+def test_a_long_table_is_cut_on_the_screen_and_says_where_the_rest_is(tmp_path, capsys):
+    row = {"metric": "gap", "value": 0.0, "ci_low": 0.0, "ci_high": 0.0, "n": 1}
+    rows = [{"system": f"row{number}", **row} for number in range(100)]
+    summary = {"experiment": "e", "profile": "p", "seeds": [0], "rows": rows, "differences": [], "seconds": 1, "peak_memory_mb": 1}
+    cli.print_summary(summary, tmp_path)
+    shown = capsys.readouterr().out
+    assert "row79 " in shown and "row80 " not in shown and f"20 lines more in {(tmp_path / 'summary.json').resolve()}" in shown
