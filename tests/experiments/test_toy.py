@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from sysdpo_lab import errors, evaluation, exact
+from sysdpo_lab import errors, evaluation, exact, results
 from sysdpo_lab.experiments import runner, toy
+from sysdpo_lab.paths import data_folder
 from sysdpo_lab.profiles import REGISTRY
 
 DEFAULTS = dict(REGISTRY["toy", "toy"].settings)
@@ -213,7 +214,8 @@ def test_joint_reaches_the_optimum_and_only_y_and_separate_do_not(complete):
 
 def test_every_row_and_metric_is_reported_for_each_system_once(complete):
     summary, out = complete
-    assert {(r["system"], r["metric"], r["n"]) for r in summary["rows"]} == {(s, m, 3) for s in toy.ROWS for m in toy.METRICS}
+    metrics = {"gap", "wr_prompted", "margin_accuracy", "kl"}
+    assert {(r["system"], r["metric"], r["n"]) for r in summary["rows"]} == {(s, m, 3) for s in toy.ROWS for m in metrics}
     records = runner.read_records(out / "records.jsonl")
     assert sorted((r["system"], r["item"]) for r in records) == sorted((s, i) for s in toy.ROWS for i in range(3))
     rates = [r["value"] for r in summary["rows"] if r["metric"] in ("wr_prompted", "margin_accuracy")]
@@ -247,3 +249,96 @@ def test_the_report_shows_gap_win_rate_and_graph(complete):
 def test_settings_that_no_run_can_have_are_named(changes, words):
     with pytest.raises(errors.UnknownOptionError, match=words):
         toy.check({**DEFAULTS, **changes})
+
+
+# --- answer chains: the credit table ------------------------------------------------------------------------------------
+
+CREDIT = {"family": "answer", "systems": 3, "inputs": 2, "drafts": 4, "outputs": 4, "lr": 0.05, "steps": 20}
+
+
+@pytest.mark.parametrize("family", ["own-code", "answer", "blind"])
+def test_measured_numbers_of_answer_chains_are_those_of_plain_enumeration(family):
+    case = toy.make_case(torch.Generator().manual_seed(3), {**DEFAULTS, **CREDIT, "family": family})
+    case = moved(case)
+    for system, found in enumerate(toy.measure(case, 2)):
+        expected = {"wr_prompted": 0.0, "wr_chosen": 0.0, "reward": 0.0, "kl": 0.0}
+        gaps = []
+        for x in range(2):
+            policy, start = (answers_of(case, system, x, flag) for flag in (False, True))
+            reward = case.reward[2 * system + x].tolist()
+            total = sum(math.exp(2 * r) for r in reward)
+            for i, j in itertools.product(range(4), repeat=2):
+                beats = 0.5 if i == j else sigmoid(reward[i] - reward[j])
+                expected["wr_prompted"] += policy[i] * start[j] * beats / 2
+                expected["wr_chosen"] += policy[i] * math.exp(2 * reward[j]) / total * beats / 2
+                ratio = math.log(policy[i] / start[i]) - math.log(policy[j] / start[j])
+                gaps.append(abs(reward[i] - reward[j] - 0.5 * ratio))
+            expected["reward"] += sum(p * r for p, r in zip(policy, reward)) / 2
+            expected["kl"] += sum(p * math.log(p / q) for p, q in zip(policy, start)) / 2
+        expected |= {"gap": max(gaps), "J": expected["reward"] - 0.5 * expected["kl"]}
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def answers_of(case, system, x, reference):
+    """p(z|x) of one system of a stack, by a loop over drafts."""
+    y, z = (case.system[name].probabilities(reference).detach() for name in ("y", "z"))
+    refiner = z[system, x] if z.dim() == 4 else z[system]
+    return [sum((y[system, x, d] * refiner[d, answer]).item() for d in range(4)) for answer in range(4)]
+
+
+@pytest.fixture(scope="module")
+def credit(tmp_path_factory):
+    out = tmp_path_factory.mktemp("credit") / "run"
+    return runner.run("toy", "toy", out, [0], CREDIT, say=lambda line: None), out
+
+
+def test_a_credit_run_reports_its_metrics_paired_differences_and_figures(credit):
+    summary, out = credit
+    metrics = {"gap", "wr_prompted", "kl", "wr_chosen", "J", "reward"}
+    assert {(r["system"], r["metric"], r["n"]) for r in summary["rows"]} == {(s, m, 3) for s in toy.ROWS for m in metrics}
+    assert {(d["a"], d["b"]) for d in summary["differences"]} >= {("joint", row) for row in toy.ROWS[:-1]}
+    assert value(summary, "joint", "J") > value(summary, "separate", "J") > value(summary, "before", "J")
+    assert {p.stem for p in (out / "figures").iterdir()} == {"gap", "wr_chosen", "graph"}
+    report = (out / "report.html").read_text(encoding="utf-8")
+    assert "draft is an answer" in report and "only:y cannot" not in report
+
+
+def test_the_default_family_is_the_ring_and_draws_what_it_always_drew():
+    assert DEFAULTS["family"] == "ring"
+    sizes = {key: DEFAULTS[key] for key in ("drafts", "outputs", "beta")}
+    case = toy.make_case(torch.Generator().manual_seed(5), DEFAULTS)
+    before = toy.draw_case(torch.Generator().manual_seed(5), DEFAULTS["systems"] * DEFAULTS["inputs"], **sizes)
+    assert torch.equal(case.reward, before.reward) and case.system.inputs == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"family": "chain"}, "family='chain' does not exist; choose one of 'ring', 'own-code', 'answer', 'blind'"),
+        ({**CREDIT, "drafts": 3}, "drafts = 3 and outputs = 4 must be the same number, 2 to 20"),
+        ({**CREDIT, "drafts": 21, "outputs": 21}, "2 to 20"),
+    ],
+)
+def test_bad_families_and_sizes_are_named(changes, words):
+    with pytest.raises(errors.UnknownOptionError, match=words):
+        toy.check({**DEFAULTS, **changes})
+
+
+@pytest.mark.parametrize("family", ["own-code", "answer", "blind"])
+def test_the_stored_credit_runs_are_of_sixty_systems_and_these_settings(family):
+    for steps in (20, 60, 1500):
+        summary = results.load(f"credit-{family}-{steps}")
+        expected = {"family": family, "systems": 60, "inputs": 4, "drafts": 6, "outputs": 6, "lr": 0.05, "steps": steps}
+        assert summary["settings"] == {**DEFAULTS, **expected}
+        assert evaluation.find_row(summary, "joint", "wr_chosen")["n"] == 60
+
+
+def test_a_stored_credit_run_can_be_repeated():
+    """The first of the 60 stored systems' numbers come out again."""
+    settings = results.load("credit-own-code-20")["settings"]
+    folder = data_folder() / "results" / "credit-own-code-20"
+    stored = [r for r in runner.read_records(folder / "records.jsonl") if r["system"] == "separate"]
+    case = toy.make_case(torch.Generator().manual_seed(0), settings)
+    toy.train(case, "separate", settings["steps"], settings["lr"])
+    for found, record in zip(toy.measure(case, settings["inputs"]), stored, strict=True):
+        assert found == pytest.approx({key: record[key] for key in found}, abs=1e-6)
