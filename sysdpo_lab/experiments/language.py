@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from sysdpo_lab import atomic, diversity, errors, evaluation, preferences, samplers
 from sysdpo_lab.components.base import Batch, take_rows
 from sysdpo_lab.components.completion import Completion
+from sysdpo_lab.components.prompts import is_conversation, joined
 from sysdpo_lab.optimisation import SCHEDULES
 from sysdpo_lab.options import positive, whole
 from sysdpo_lab.preferences import Pair, Pairs
@@ -239,20 +239,34 @@ class LanguageExperiment:
             context.shared["start"] = self.answers_of(context, "prompted", system, inputs, seed=0)
         return context.shared["start"]
 
-    def score(self, world: ModuleType, x: str, answer: dict, chosen: str, start: dict | None) -> dict:
-        """All metrics of one held-out record that its texts decide."""
+    def score(self, world: Any, x: Any, answer: dict) -> dict:
+        """The metrics that one answer has by itself; without an exact judge only its length, and whether it is complete."""
+        text = answer[self.output]
+        if not hasattr(world, "judge"):
+            return {
+                "validity": float(bool(text.strip()) and not answer["truncated"]),
+                "words": float(len(text.split())),
+            }
         record = world.parse(x)
-        verdict = world.judge(record, answer[self.output])
+        verdict = world.judge(record, text)
         found = {
             "task_score": verdict.score,
             "validity": float(verdict.valid and not answer["truncated"]),
             "words": float(verdict.words),
-            "wr_chosen": world.compare(record, answer[self.output], chosen),
         }
-        found |= {f"{name}_score": world.judge(record, answer[name]).score for name in self.hidden}
-        if start is not None:
-            found["wr_prompted"] = world.compare(record, answer[self.output], start[self.output])
-        return found
+        return found | {f"{name}_score": world.judge(record, answer[name]).score for name in self.hidden}
+
+    def win_rates(self, context: "Context", heldout: Pairs, answers: list[dict], starts: list | None) -> list[dict]:
+        """wr_chosen and, but for the start itself, wr_prompted of every record."""
+        judge, inputs = judge_of(context), [pair.inputs["x"] for pair in heldout]
+        texts = [answer[self.output] for answer in answers]
+        against = {"wr_chosen": [str(pair.chosen) for pair in heldout]}
+        if starts is not None:
+            against["wr_prompted"] = [start[self.output] for start in starts]
+        values = {metric: judge.compare(inputs, texts, others) for metric, others in against.items()}
+        if hasattr(judge, "report"):
+            context.note("judge", json.dumps(judge.report()))
+        return [dict(zip(values, row)) for row in zip(*values.values())]
 
     def margin_numbers(
         self, context: "Context", system: CompoundSystem, pairs: Pairs, seed: int
@@ -326,9 +340,12 @@ class LanguageExperiment:
             else self.answers_of(context, row, system, inputs, seed)
         )
         records = []
-        for item, (pair, answer) in enumerate(zip(heldout, answers)):
-            numbers = self.score(world, pair.inputs["x"], answer, str(pair.chosen), starts[item] if starts else None)
-            records.append({"seed": seed, "system": row, "item": item, "x": pair.inputs["x"], **answer, **numbers})
+        for item, (x, answer, wins) in enumerate(
+            zip(inputs, answers, self.win_rates(context, heldout, answers, starts))
+        ):
+            records.append(
+                {"seed": seed, "system": row, "item": item, "x": x, **answer, **self.score(world, x, answer), **wins}
+            )
         extras = [self.margin_numbers(context, system, heldout, seed)] if row not in UNTRAINED else []
         if context.settings["probe"] and row != "best-of-n":
             extras.append(self.probe(context, system, inputs, seed))
@@ -387,6 +404,7 @@ class LanguageExperiment:
         whole(0, warmup=settings["warmup"])
         positive(math.ulp(0.0), **{name: settings[name] for name in ("lr", "beta")})
         positive(0.0, **{name: settings[name] for name in ("min_gap", "diversity_penalty")})
+        self._check_judge(settings, rows)
         stored = registry.find(settings["world"]).STORED["heldout"]
         if settings["heldout"] > stored:
             raise errors.UnknownOptionError(
@@ -395,6 +413,23 @@ class LanguageExperiment:
         if settings["data"] == "written" and any(row.startswith("direct") for row in rows):
             raise errors.UnknownOptionError(
                 "written pairs hold finals only; rows direct need whole traces: --set data=on-policy"
+            )
+
+    def _check_judge(self, settings: Mapping[str, Any], rows: Sequence[str]) -> None:
+        kind = settings["judge"].partition(":")[0]
+        errors.check_option("judge", kind, ("exact", "similarity", "local", "openai"))
+        if registry.has_exact_judge(settings["world"]):
+            return
+        asked = {
+            "judge=exact": kind == "exact",
+            "data=on-policy": settings["data"] == "on-policy",
+            "row best-of-n": "best-of-n" in rows,
+        }
+        if any(asked.values()):
+            needing = " and ".join(name for name, is_so in asked.items() if is_so)
+            raise errors.UnknownOptionError(
+                f"the world {settings['world']!r} has no exact judge, which {needing} needs; choose judge=similarity, "
+                "local:MODEL or openai:MODEL@URL, data=written, and rows without best-of-n"
             )
 
     # --- what people see ------------------------------------------------------------------------------------------------
@@ -429,10 +464,11 @@ class LanguageExperiment:
         options = context.settings
         rows = self.rows_of(options)
         told = [
-            f"{self.about} World: {options['world']}; base: {context.profile.model}, one LoRA adapter a node. Only finals are "
+            f"{self.about} World: {options['world']}; judge: {options['judge']}; base: {context.profile.model}, one "
+            "LoRA adapter a node. Only finals are "
             f"compared. Joint: SysDPO-Sampling with {options['sampler']}, k = {options['k']}, beta = {options['beta']}, "
             f"{options['steps']} steps of {options['batch']} pairs. Every component decodes greedily in the evaluation. "
-            "wr_prompted: share of held-out records on which the exact judge scores the system above the prompted start (ties "
+            "wr_prompted: share of held-out records on which the judge puts the system above the prompted start (ties "
             "count one half); wr_chosen: the same against the data's chosen answer; words: mean length of the answers; "
             "margin_accuracy: share of held-out pairs with a positive margin; kl: nats a trace from the start; distinct_2 and "
             f"self_bleu: of {PROBES} sampled sets of drafts."
@@ -460,29 +496,61 @@ class LanguageExperiment:
         shown = []
         for item in range(min(6, len({item for _, item in mine}))):
             before, after = mine["prompted", item], mine[last, item]
+            x = joined(before["x"]) if is_conversation(before["x"]) else before["x"]
             texts = {
                 f"{name} {when}": row[name]
                 for when, row in (("before", before), ("after", after))
                 for name in self.nodes
             }
-            shown.append(
-                {"x": before["x"], **texts, "score": f"{before['task_score']:.2f} -> {after['task_score']:.2f}"}
-            )
+            shown.append({"x": x, **texts, "against the start": f"{after.get('wr_prompted', 0.5):.1f}"})
+            if "task_score" in before:
+                shown[-1]["score"] = f"{before['task_score']:.2f} -> {after['task_score']:.2f}"
         return shown
 
 
 # --- base and batches ---------------------------------------------------------------------------------------------------
 
 
-def world_of(context: "Context") -> ModuleType:
-    """The world that a run is about."""
-    return registry.find(context.settings["world"])
+def world_of(context: "Context") -> Any:
+    """The world that a run is about, opened once a run."""
+    if "world" not in context.shared:
+        context.shared["world"] = registry.opened(context.settings)
+    return context.shared["world"]
+
+
+def judge_of(context: "Context") -> Any:
+    """Who compares answers: the world's exact judge, or the one that the setting `judge` names.
+
+    "exact" - "similarity" (to the data's chosen answer) - "local:SOURCE", a language model in this process -
+    "openai:MODEL" or "openai:MODEL@URL", one behind an endpoint. Replies of the last two are kept in the run's folder.
+    """
+    if "judge" not in context.shared:
+        context.shared["judge"] = _judge(context, world_of(context))
+    return context.shared["judge"]
+
+
+def _judge(context: "Context", world: Any) -> Any:
+    from sysdpo_lab import judges, sentences
+
+    kind, _, rest = context.settings["judge"].partition(":")
+    if kind == "exact":
+        return judges.exact(lambda x, answer: world.judge(world.parse(x), answer).score)
+    if kind == "similarity":
+        chosen = {_key(pair.inputs["x"]): str(pair.chosen) for pair in world.stored_pairs("heldout")}
+        return judges.similarity(sentences.load_sentence_encoder(), lambda x: chosen[_key(x)])
+    name, _, url = rest.partition("@")
+    model = judges.LocalModel(rest) if kind == "local" else judges.OpenAIModel(name, url or None)
+    return judges.PairwiseJudge(model, context.out / "judge.jsonl", budget=context.settings["judge_budget"] or None)
+
+
+def _key(x: Any) -> str:
+    return json.dumps(x, sort_keys=True)
 
 
 def load_base(context: "Context") -> tuple[Any, Any]:
     """Model and tokenizer of the profile, loaded once a run."""
     if "base" not in context.shared:
-        load = _load_tiny if context.profile.name == "tiny" else _load_small
+        load = {"tiny": _load_tiny, "small": _load_small}.get(context.profile.name, _load_named)
         model, tokenizer = load(context)
         context.shared["base"] = model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
         context.note("dtype", str(model.dtype).removeprefix("torch."))
@@ -501,6 +569,19 @@ def _load_small(context: "Context") -> tuple[Any, Any]:
     if context.settings["dtype"] == "auto" and measured_dtype(context, found[0]) != torch.bfloat16:
         found = loading.load_causal_lm(SMALL_MODEL, dtype=torch.float32)  # not .to(): bf16 has rounded the weights
     return found
+
+
+def _load_named(context: "Context") -> tuple[Any, Any]:
+    """The profile's model from the hub, or the one that `--set model=` names: a hub id or a folder."""
+    from sysdpo_lab import loading
+
+    options = context.settings
+    dtype = DTYPES.get(options["dtype"], torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    source = options["model"] or context.profile.model
+    model, tokenizer = loading.load_causal_lm(source, dtype=dtype, revision=options["revision"] or None)
+    commit = getattr(model.config, "_commit_hash", None)
+    context.note("model", f"{source}, commit {commit}" if commit else source)
+    return model, tokenizer
 
 
 def measured_dtype(context: "Context", model: Any) -> torch.dtype:

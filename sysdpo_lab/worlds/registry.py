@@ -1,11 +1,13 @@
 """The worlds of language by name, and what each must have, so that one experiment serves all of them."""
 
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from sysdpo_lab import errors
 
-WORLDS = ("restaurants",)
+WORLDS = ("restaurants", "orca")  # orca has no exact judge
 NEEDED = (
     "parse",  # input text x -> record
     "render",  # record -> x
@@ -32,3 +34,14 @@ def find(name: str) -> ModuleType:
     """
     errors.check_option("world", name, WORLDS)
     return importlib.import_module(f"sysdpo_lab.worlds.{name}")
+
+
+def opened(settings: Mapping[str, Any]) -> Any:
+    """The world of a run: its module, or what the module's own `opened` makes of the settings (data outside the package)."""
+    module = find(settings["world"])
+    return module.opened(settings) if hasattr(module, "opened") else module
+
+
+def has_exact_judge(name: str) -> bool:
+    """Whether a world can score an answer by itself."""
+    return hasattr(find(name), "judge")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sysdpo_lab import CompoundSystem, errors, evaluation, training
+from sysdpo_lab import CompoundSystem, errors, evaluation, preferences, training
 from sysdpo_lab.components.completion import Completion
 from sysdpo_lab.experiments import language, runner
 from sysdpo_lab.experiments.two_llm import EXPERIMENT
@@ -357,17 +357,23 @@ def answer(text, draft="d", truncated=False):
 
 
 def test_scores_of_one_record_by_hand():
-    found = EXPERIMENT.score(restaurants, X, answer(GOOD, draft=FAIR), chosen=GOOD, start=answer(FAIR))
-    assert found == {
-        "task_score": 1.0, "validity": 1.0, "words": 6.0, "draft_score": 0.5, "wr_chosen": 0.5, "wr_prompted": 1.0,
-    }  # fmt: skip
-    assert EXPERIMENT.score(restaurants, X, answer(BAD), chosen=GOOD, start=answer(FAIR))["wr_prompted"] == 0.0
-    assert EXPERIMENT.score(restaurants, X, answer(FAIR), chosen=BAD, start=answer(FAIR))["wr_prompted"] == 0.5
-    assert "wr_prompted" not in EXPERIMENT.score(restaurants, X, answer(FAIR), chosen=BAD, start=None)
+    found = EXPERIMENT.score(restaurants, X, answer(GOOD, draft=FAIR))
+    assert found == {"task_score": 1.0, "validity": 1.0, "words": 6.0, "draft_score": 0.5}
+
+
+def test_win_rates_against_the_chosen_answer_and_the_start_by_hand(tmp_path):
+    pair = preferences.Pair({"x": X}, GOOD, BAD)
+    heldout = preferences.Pairs([pair, pair, preferences.Pair({"x": X}, BAD, FAIR)])
+    answers, starts = [answer(GOOD), answer(BAD), answer(FAIR)], [answer(FAIR)] * 3
+    found = EXPERIMENT.win_rates(context_of(tmp_path), heldout, answers, starts)
+    assert found == [
+        {"wr_chosen": 0.5, "wr_prompted": 1.0}, {"wr_chosen": 0.0, "wr_prompted": 0.0}, {"wr_chosen": 1.0, "wr_prompted": 0.5},
+    ]  # fmt: skip
+    assert EXPERIMENT.win_rates(context_of(tmp_path), heldout, answers, None) == [{"wr_chosen": v} for v in (0.5, 0.0, 1.0)]
 
 
 def test_a_cut_off_answer_is_not_valid():
-    assert EXPERIMENT.score(restaurants, X, answer(GOOD, truncated=True), GOOD, None)["validity"] == 0.0
+    assert EXPERIMENT.score(restaurants, X, answer(GOOD, truncated=True))["validity"] == 0.0
 
 
 class Scripted:
@@ -444,6 +450,9 @@ def test_every_sampler_that_can_be_asked_for_gives_an_objective_that_trains(tmp_
         ({"rows": "joint"}, "must begin with 'prompted'"),
         ({"rows": ""}, "must begin with 'prompted'"),
         ({"rows": "prompted,joint,joint"}, "each row once"),
+        ({"judge": "dice"}, "judge='dice'.*'exact', 'similarity', 'local', 'openai'"),
+        ({"world": "orca"}, "'orca' has no exact judge, which judge=exact and data=on-policy needs"),
+        ({"world": "orca", "judge": "similarity", "data": "written", "rows": "prompted,best-of-n"}, "row best-of-n"),
         ({"world": "moon"}, "world='moon'.*'restaurants'"),
         ({"data": "copied"}, "data='copied'.*'on-policy', 'written'"),
         ({"dtype": "float16"}, "dtype='float16'.*'auto', 'float32', 'bfloat16'"),
