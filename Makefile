@@ -15,7 +15,7 @@ LAB_FLAGS   ?=
 # Threads that wait by spinning make a shared or busy machine many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lab notebooks study-two-llm lint clean
+.PHONY: help setup demo test lab notebooks student grade study-tables study-two-llm lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -35,6 +35,17 @@ lab: $(READY)  ## open the lessons in JupyterLab
 
 notebooks: $(READY)  ## execute notebooks/sources/*.py into notebooks/*.ipynb
 	$(BIN)/python -m sysdpo_lab.coursework.build
+
+student: $(READY)  ## student versions of the lessons into notebooks/student
+	$(BIN)/python -m sysdpo_lab.coursework.build --student
+
+grade: $(READY)  ## grade HANDINS=folder (default hand-ins) into grades/
+	$(BIN)/python -m sysdpo_lab.coursework.grade "$(or $(HANDINS),hand-ins)"
+
+study-tables: $(READY)  ## the stored exact tables again: beta and samplers, two minutes each
+	for name in beta samplers; do \
+	  $(BIN)/python -m sysdpo_lab run $$name --profile toy --out runs/$$name --resume \
+	  && $(BIN)/python -m sysdpo_lab store runs/$$name $$name || exit 1; done
 
 study-two-llm: $(READY)  ## the long two-LLM run on SmolLM2 (hours on two cores); starts where it was stopped
 	$(BIN)/python -m sysdpo_lab run two-llm --profile small --out runs/two-llm-small --resume

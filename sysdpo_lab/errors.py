@@ -249,6 +249,25 @@ class ResumeError(SysDPOError, ValueError):
     """A run's folder is in use, or holds another run; the message says what differs."""
 
 
+# --- diffusion models ---------------------------------------------------------------------------------------------------
+
+
+class CaptionError(SysDPOError, ValueError):
+    """A diffusion component cannot tell its captions from its parents' values."""
+
+
+class EncoderError(SysDPOError, TypeError):
+    """A diffusion component's encoder is missing, or returns something else than (N, length, width)."""
+
+
+class ImageShapeError(SysDPOError, ValueError):
+    """A value is no float tensor (n, C, H, W), or its size does not fit the network or the batch."""
+
+
+class BothErrorsRiseWarning(SysDPOWarning):
+    """Winners and losers are both denoised worse than at the start: the loss falls only because losers fall behind faster."""
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,8 @@
 #
 # **What you will learn**: that a component which nobody ever judges still learns, because one loss trains the system as a whole.
 #
-# **What you need**: nothing but this notebook; no GPU, no network. **Minutes**: 10 to read, under 1 to run.
+# **What you need**: nothing but this notebook; no GPU, no network. **Minutes**: 10 to read, under 1 to run,
+# 25 for the exercises.
 #
 # The method is SysDPO (Wang, Zhang, Ding, Tsai, Wu and Koyejo, arXiv 2502.17721).
 
@@ -25,6 +26,7 @@ import torch
 
 from sysdpo_lab import CompoundSystem, exact, figures, preferences, training
 from sysdpo_lab.components import Categorical, CausalLM
+from sysdpo_lab.coursework import checks
 from sysdpo_lab.widgets import SliderFigure, slider
 from sysdpo_lab.worlds import restaurants, tiny_lm
 
@@ -159,10 +161,11 @@ def plot_optimum(beta):
     best = exact.tilted_marginal(build(), reward[None], beta)[0]
     figure, (ax,) = figures.new_figure(height=3.0)
     for shift, values, label, hatch, style in (
-        (-0.2, start.detach(), "start", "//", figures.line_styles(2)[0]),
-        (0.2, best, f"optimum, beta = {beta:.2f}", "", figures.line_styles(2)[1]),
+        (-0.2, start.tolist(), "start", "//", figures.line_styles(2)[0]),
+        (0.2, best.tolist(), f"optimum, beta = {beta:.2f}", "", figures.line_styles(2)[1]),
     ):
-        bars = ax.bar([i + shift for i in range(3)], values, 0.38, label=label, hatch=hatch, color=style["color"], edgecolor="white")
+        places = [i + shift for i in range(3)]
+        bars = ax.bar(places, values, 0.38, label=label, hatch=hatch, color=style["color"], edgecolor="white")
         ax.bar_label(bars, fmt="%.2f", padding=2)
     ax.set_xticks(range(3), STYLES)
     ax.set(ylabel="p(final answer)", ylim=(0, 1.1))
@@ -241,14 +244,15 @@ def mean_score(values):
 
 table = {node: (mean_score(before[node]), mean_score(after[node])) for node in ("draft", "refine")}
 records = [restaurants.parse(x) for x in inputs]
-win_rate = sum(restaurants.compare(r, b, a) for r, a, b in zip(records, before["refine"], after["refine"])) / len(records)
+wins = [restaurants.compare(r, b, a) for r, a, b in zip(records, before["refine"], after["refine"])]
+rate = sum(wins) / len(wins)
 for node, (old, new) in table.items():
     print(f"{node:7} score before {old:.2f}, after {new:.2f}")
-print(f"win rate of the final answers against the start: {win_rate:.2f} (n = {len(records)})")
+print(f"win rate of the final answers against the start: {rate:.2f} (n = {len(records)})")
 
 # %%
 assert table["refine"][1] > table["refine"][0] + 0.05
-assert win_rate > 0.55
+assert rate > 0.55
 
 # %% tags=["nbval-ignore-output"]
 for row in range(3):
@@ -267,6 +271,166 @@ figures.show(
 )
 
 # %% [markdown]
+# ## Exercises
+#
+# Each asks for a function; the cell after it checks yours and says what is probably wrong. The hints fold out.
+#
+# ### Exercise 1: What does a system answer?
+#
+# **Difficulty** 1/5 · **importance** 5/5 · **minutes** 5
+#
+# Write `answer_probabilities(p_draft, p_refine)`: the probability of each final answer of a drafter and a refiner. `p_draft` has shape (Y,), one
+# probability for each draft; `p_refine` has shape (Y, Z), `p_refine[y, z]` $= p(z|y)$. Return shape (Z,).
+#
+# <details><summary>Hint 1</summary>
+#
+# An answer can come from any draft. How much of it comes from draft number `y`?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# Multiply each row by the probability of its draft; then one axis has to go.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "answer-probabilities", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def answer_probabilities(p_draft, p_refine):
+    """p(z) = sum over y of p(y) p(z | y), shape (Z,)."""
+    ### BEGIN SOLUTION
+    return p_draft @ p_refine
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "answer-probabilities-test", "locked": true, "points": 1, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_00.check_answer_probabilities(answer_probabilities)
+### BEGIN HIDDEN TESTS
+certain, copy = torch.tensor([0.0, 1.0, 0.0]), torch.eye(3)
+assert answer_probabilities(certain, copy).tolist() == [0.0, 1.0, 0.0], "a certain draft that is copied is the answer"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* This sum is the only place where people's judgement of the answer touches the drafter. Lesson 01 does it for any graph.
+#
+# ### Exercise 2: The margin of a pair
+#
+# **Difficulty** 1/5 · **importance** 5/5 · **minutes** 5
+#
+# Write `margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected, beta)`. The first four are log-probabilities of
+# shape (B,), one for each pair of answers: of the chosen and the rejected answer, under the trained system (policy) and under its
+# start (reference). Return shape (B,).
+#
+# <details><summary>Hint 1</summary>
+#
+# Compared with the start, how much has the chosen answer gained? And the rejected one?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# A gain is a difference of two log-probabilities. The margin is beta times the difference of two gains.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "margin", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected, beta):
+    """beta x (log-ratio of the chosen - log-ratio of the rejected), shape (B,)."""
+    ### BEGIN SOLUTION
+    return beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "margin-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_00.check_margin(margin)
+### BEGIN HIDDEN TESTS
+at_start = -torch.arange(1.0, 5.0).reshape(2, 2)
+assert margin(*at_start, *at_start, 0.1).tolist() == [0.0, 0.0], "the start is its own reference: every margin is 0"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* Every preference loss in this course is a function of this number. Most wrong DPO code is wrong here.
+#
+# ### Exercise 3: The loss
+#
+# **Difficulty** 2/5 · **importance** 5/5 · **minutes** 5
+#
+# Write `preference_loss(margins)`: DPO's loss of a batch, one number, from its margins of shape (B,). It must also be right for a margin of -1000.
+#
+# <details><summary>Hint 1</summary>
+#
+# Each pair has a loss of its own. What is it at margin 0, and what did the first training step above print?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# For a margin of -1000 the sigmoid is 0 in floating point, and the log of 0 is not what you want. `torch.nn.functional` has both steps in one.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "preference-loss", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def preference_loss(margins):
+    """-log sigmoid(margin), mean over the pairs, one number."""
+    ### BEGIN SOLUTION
+    return -torch.nn.functional.logsigmoid(margins).mean()
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "preference-loss-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_00.check_preference_loss(preference_loss)
+### BEGIN HIDDEN TESTS
+assert abs(preference_loss(torch.zeros(5)).item() - math.log(2)) < 1e-6, "at the start the loss is log 2"
+assert preference_loss(torch.tensor([1.0, 3.0])) < preference_loss(torch.tensor([1.0, 2.0])), (
+    "larger margins, smaller loss"
+)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* With the mean inside the log sigmoid, one very good pair could hide many bad ones.
+#
+# ### Exercise 4: The win rate
+#
+# **Difficulty** 2/5 · **importance** 4/5 · **minutes** 10
+#
+# Write `win_rate(p_after, p_before, reward)`: how often readers prefer an answer of the trained system to one of the start, one
+# number. All three have shape (Z,). The two systems answer independently; answer `i` is preferred to answer `j` with probability $\sigma(r_i - r_j)$.
+#
+# <details><summary>Hint 1</summary>
+#
+# Make a table with a row for each answer of the trained system and a column for each answer of the start. What stands in its cells?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# `reward[:, None] - reward[None, :]` has all differences at once. How likely is it that row `i` and column `j` meet?
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "win-rate", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def win_rate(p_after, p_before, reward):
+    """sum over i, j of p_after(i) p_before(j) sigmoid(r_i - r_j), one number."""
+    ### BEGIN SOLUTION
+    preferred = torch.sigmoid(reward[:, None] - reward[None, :])
+    return p_after @ preferred @ p_before
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "win-rate-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_00.check_win_rate(win_rate)
+### BEGIN HIDDEN TESTS
+assert abs(win_rate(start.detach(), start.detach(), reward) - 0.5) < 1e-9, (
+    "against itself a system wins half of the time"
+)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* It is the number that papers report. Against itself every system has 0.5, ties included: try it before you trust an evaluation.
+#
 # ## Recap
 #
 # - Preferences on the final answer alone train every component, through one loss on the *system's* log-probability.

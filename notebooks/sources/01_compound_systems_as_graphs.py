@@ -15,7 +15,8 @@
 # **What you will learn**: why a system of many models still has *one* log-probability, and how to compute the
 # probability of an answer when several hidden paths lead to it.
 #
-# **What you need**: Python and a little probability. No GPU, no network. **Minutes**: 15 to read, under 10 seconds to run.
+# **What you need**: Python and a little probability. No GPU, no network. **Minutes**: 15 to read, under 10 seconds
+# to run, 45 for the exercises.
 #
 # The mathematics is that of SysDPO (Wang, Zhang, Ding, Tsai, Wu and Koyejo, arXiv 2502.17721, "the paper" below).
 
@@ -24,6 +25,7 @@ import torch
 
 from sysdpo_lab import CompoundSystem, errors, exact, figures, samplers
 from sysdpo_lab.components import Categorical, Tool
+from sysdpo_lab.coursework import checks
 from sysdpo_lab.paths import data_folder
 from sysdpo_lab.widgets import SliderFigure, slider
 
@@ -108,7 +110,8 @@ def plot_surprise(input_value):
     figure, (ax,) = figures.new_figure(height=3.2)
     base = torch.zeros(8, dtype=torch.float64)
     for (name, height), hatch, style in zip(surprise.items(), ("", "//", ".."), figures.line_styles(3)):
-        ax.bar(range(8), height, bottom=base, label=name, hatch=hatch, color=style["color"], edgecolor="white")
+        look = {"label": name, "hatch": hatch, "color": style["color"], "edgecolor": "white"}
+        ax.bar(range(8), height.tolist(), bottom=base.tolist(), **look)
         base = base + height
     ax.set_xticks(range(8), [f"{a}{b}{c}" for a, b, c in grid.tolist()])
     ax.set(xlabel=f"trace y1 y2 z, given x = {input_value}", ylabel="-log p (nats)", ylim=(0, 6))
@@ -116,7 +119,9 @@ def plot_surprise(input_value):
     return figure
 
 
-figures.show(plot_surprise(0), alt="stacked bars for eight traces; 1 1 0 is the rarest, 0 0 0 the most likely for x = 0")
+figures.show(
+    plot_surprise(0), alt="stacked bars for eight traces; 1 1 0 is the rarest, 0 0 0 the most likely for x = 0"
+)
 
 # %% [markdown]
 # ## The probability of an answer
@@ -129,7 +134,8 @@ every = samplers.enumerate_all(system, {"x": torch.tensor([0])})
 print("y1:", every.values["y1"].tolist(), " y2:", every.values["y2"].tolist())
 print("p(y1, y2 | x = 0):", [round(value, 3) for value in every.log_probs.exp()[0].tolist()])
 by_hand = sum(
-    every.log_probs[0, k].exp() * z.probabilities()[every.values["y1"][0, k], every.values["y2"][0, k], 1] for k in range(4)
+    every.log_probs[0, k].exp() * z.probabilities()[every.values["y1"][0, k], every.values["y2"][0, k], 1]
+    for k in range(4)
 )
 print(f"p(z = 1 | x = 0) = {by_hand.item():.4f}")
 
@@ -235,7 +241,9 @@ assert ratio[2].item() == 0.0
 
 # %%
 mistakes = {
-    "a loop": lambda: CompoundSystem([Categorical("a", {"b": 2}, 2), Categorical("b", {"a": 2, "x": 2}, 2)], output="b"),
+    "a loop": lambda: CompoundSystem(
+        [Categorical("a", {"b": 2}, 2), Categorical("b", {"a": 2, "x": 2}, 2)], output="b"
+    ),
     "a missing parent": lambda: CompoundSystem([Categorical("z", {"draft": 2}, 2)], output="z"),
     "a bad row": lambda: Categorical("z", {"x": 2}, 2, [[0.5, 0.5], [0.5, 0.6]]),
     "a wrong size": lambda: CompoundSystem([Categorical("y", {"x": 2}, 3), Categorical("z", {"y": 2}, 2)], output="z"),
@@ -263,6 +271,215 @@ print("p(good) at the optimum:", round(best[0, 1].item(), 4))
 assert round(best[0, 1].item(), 4) == 0.8808
 
 # %% [markdown]
+# ## Exercises
+#
+# Each asks for a function; the cell after it checks yours and says what is probably wrong. The hints fold out.
+#
+# ### Exercise 1: One term per component
+#
+# **Difficulty** 1/5 · **importance** 5/5 · **minutes** 10
+#
+# Write `trace_terms(p_y1, p_y2, p_z, trace)` for the graph of this lesson ($x \to y_1$, $x \to y_2$, both $\to z$). The tables have the
+# shapes (X, Y1), (X, Y2) and (Y1, Y2, Z); `trace` is a dict of whole numbers of shape (B,) for `x`, `y1`, `y2` and `z`. Return a
+# dict with the terms of `y1`, `y2` and `z`: $\log p_i$ in nats, shape (B,).
+#
+# <details><summary>Hint 1</summary>
+#
+# Which row of a table does a component use? Its parents say so.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# A table can be read at many places at once: `table[rows, columns]` with two lists of numbers gives one entry for each pair.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "trace-terms", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def trace_terms(p_y1, p_y2, p_z, trace):
+    """{component: log p(its value | its parents' values)}, each of shape (B,)."""
+    ### BEGIN SOLUTION
+    x, first, second, answer = (trace[name] for name in ("x", "y1", "y2", "z"))
+    return {"y1": p_y1[x, first].log(), "y2": p_y2[x, second].log(), "z": p_z[first, second, answer].log()}
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "trace-terms-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_01.check_trace_terms(trace_terms)
+### BEGIN HIDDEN TESTS
+coin, zeros = torch.full((2, 2), 0.5), {name: torch.zeros(3, dtype=torch.long) for name in ("x", "y1", "y2", "z")}
+terms = trace_terms(coin, coin, torch.full((2, 2, 2), 0.5), zeros)
+assert all(torch.allclose(term.exp(), torch.full((3,), 0.5)) for term in terms.values()), "a coin's term is log 1/2"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* Kept apart, the terms say who did what; added up, they are the system's log-probability. The whole method rests on this split.
+#
+# ### Exercise 2: Sum out what is hidden
+#
+# **Difficulty** 2/5 · **importance** 5/5 · **minutes** 10
+#
+# Write `answer_given_input(p_y1, p_y2, p_z)`: $p(z|x)$ of the same graph, shape (X, Z), from the same three tables.
+#
+# <details><summary>Hint 1</summary>
+#
+# Write the sum of this lesson down with indices: which letters are summed, which stay?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# `torch.einsum` takes such letters: the same letter for $x$ in both writers' tables, and the letters of the result after the arrow.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "answer-given-input", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def answer_given_input(p_y1, p_y2, p_z):
+    """p(z | x) = sum over y1, y2 of p(y1 | x) p(y2 | x) p(z | y1, y2), shape (X, Z)."""
+    ### BEGIN SOLUTION
+    return torch.einsum("xa,xb,abz->xz", p_y1, p_y2, p_z)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "answer-given-input-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_01.check_answer_given_input(answer_given_input)
+### BEGIN HIDDEN TESTS
+half = torch.full((2, 2), 0.5)
+assert torch.allclose(answer_given_input(half, half, torch.full((2, 2, 3), 1 / 3)), torch.full((2, 3), 1 / 3)), (
+    "chance stays chance"
+)
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* People judge $z$ only, so this is the probability that preferences speak about.
+#
+# ### Exercise 3: Thirty components in a row
+#
+# **Difficulty** 2/5 · **importance** 4/5 · **minutes** 10
+#
+# Write `chain_answer(tables)`: $p(\text{last}|x)$ of a chain of components. `tables` is a list of tables of shape (N, N), the first
+# with rows for $x$; `tables[i][a, b]` is the probability of value `b` of component `i` when its parent has the value `a`. Return
+# shape (N, N). The check uses up to 30 tables.
+#
+# <details><summary>Hint 1</summary>
+#
+# With two tables you have done it already, in exercise 1 of lesson 00.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# Do not list combinations. Keep one table that leads from $x$ to where you are, and take one step at a time.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "chain-answer", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def chain_answer(tables):
+    """p(last | x), shape (N, N), one component eliminated at a time."""
+    ### BEGIN SOLUTION
+    product = tables[0]
+    for table in tables[1:]:
+        product = product @ table
+    return product
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "chain-answer-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_01.check_chain_answer(chain_answer)
+### BEGIN HIDDEN TESTS
+flip = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+assert chain_answer([flip] * 3).tolist() == flip.tolist(), "three flips are one flip"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* Cost grows with the number of components, not of combinations: that is what makes exact answers possible in the next lessons.
+#
+# ### Exercise 4: A system of your own
+#
+# **Difficulty** 2/5 · **importance** 4/5 · **minutes** 10
+#
+# Write `search_system()`, without arguments: a system that answers a question `x` (two values) with the help of a search. `query`
+# reads `x`; `document` reads `query`; `answer` reads `x` and `document`, in this order, and is what people judge. All have two values. The tables are
+#
+# - `query`: `[[0.9, 0.1], [0.3, 0.7]]`
+# - `document`: `[[0.8, 0.2], [0.4, 0.6]]`
+# - `answer`: `[[[0.7, 0.3], [0.1, 0.9]], [[0.6, 0.4], [0.2, 0.8]]]`
+#
+# <details><summary>Hint 1</summary>
+#
+# One `Categorical` for each component; its `parents` say what it reads and how many values that has.
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# The order of the parents is the order of the table's axes. `output` names what is judged.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "search-system", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def search_system():
+    """x -> query -> document, (x, document) -> answer."""
+    ### BEGIN SOLUTION
+    query = Categorical("query", {"x": 2}, 2, [[0.9, 0.1], [0.3, 0.7]])
+    document = Categorical("document", {"query": 2}, 2, [[0.8, 0.2], [0.4, 0.6]])
+    tables = [[[0.7, 0.3], [0.1, 0.9]], [[0.6, 0.4], [0.2, 0.8]]]
+    answer = Categorical("answer", {"x": 2, "document": 2}, 2, tables)
+    return CompoundSystem([query, document, answer], inputs=("x",), output="answer")
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "search-system-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_01.check_search_system(search_system)
+### BEGIN HIDDEN TESTS
+assert len(search_system().hidden) == 2, "query and document are hidden from whoever judges"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* Retrieval, tools and votes are graphs too. Once the graph is written down, everything in this course applies to it.
+#
+# ### Exercise 5: How far from the start?
+#
+# **Difficulty** 1/5 · **importance** 5/5 · **minutes** 5
+#
+# Write `system_log_ratio(policy_terms, reference_terms)`: the log-ratio of each trace to the frozen start, shape (B,). Both arguments are dicts as
+# exercise 1 returns them, with the same components, not necessarily in the same order.
+#
+# <details><summary>Hint 1</summary>
+#
+# What does a ratio of two products become when you take logs?
+#
+# </details>
+#
+# <details><summary>Hint 2</summary>
+#
+# Match the components by name; then there is nothing left but adding and subtracting.
+#
+# </details>
+
+
+# %% nbgrader={"grade": false, "grade_id": "system-log-ratio", "locked": false, "schema_version": 3, "solution": true, "task": false}
+def system_log_ratio(policy_terms, reference_terms):
+    """sum over components of log p_i - log p_i,ref, shape (B,)."""
+    ### BEGIN SOLUTION
+    return sum(policy_terms[name] - reference_terms[name] for name in policy_terms)
+    ### END SOLUTION
+
+
+# %% nbgrader={"grade": true, "grade_id": "system-log-ratio-test", "locked": true, "points": 2, "schema_version": 3, "solution": false, "task": false}
+checks.lesson_01.check_system_log_ratio(system_log_ratio)
+### BEGIN HIDDEN TESTS
+same = {"draft": torch.tensor([-1.0]), "refine": torch.tensor([-2.0])}
+assert system_log_ratio(same, same).tolist() == [0.0], "at the start nothing has changed"
+### END HIDDEN TESTS
+
+# %% [markdown]
+# *Why it matters.* Preferences are about whole systems, gradients are about single components. This sum is the bridge.
+#
 # ## Recap
 #
 # - A compound system is a DAG; its log-probability is the sum of its components' terms.

@@ -1,7 +1,12 @@
-"""From the lessons' text sources to executed notebooks, with checks for their exercises.
+"""From the lessons' text sources to executed notebooks, student versions and marks, with checks for their exercises.
 
-build: sources -> executed notebooks - checks: what each exercise's test cell calls. The exercise cells carry nbgrader's
-metadata and markers, so that student versions and marks can be made from the same source.
+build: sources -> executed notebooks, and student versions beside them (student: what they leave out) - grade: hand-ins -> points
+and feedback (handins: finds the answers; slicing: which cells of a lesson a test needs; processes and judge: run one
+exercise; feedback: the words) - exercises: cells, marks and markers, and what can be wrong with them - checks: what each
+exercise's test cell calls. The marks are nbgrader's: it takes the executed notebooks as source notebooks.
+
+    python -m sysdpo_lab.coursework.build --student             # notebooks/student/*.ipynb to hand out
+    python -m sysdpo_lab.coursework.grade hand-ins --jobs 2     # grades/grades.csv and a page for each
 
 How to write an exercise
 ------------------------
@@ -44,7 +49,10 @@ arguments where it asks for a value), so that an empty answer raises NotImplemen
     # *Why it matters.* One sentence.
 
 where MORE stands for `"schema_version": 3, "task": false`. The lesson imports `from sysdpo_lab.coursework import checks`.
-`grade_id` is unique in the lesson; the test's is the solution's with `-test`. Hidden tests hold asserts with messages.
+`grade_id` is unique in the lesson; the test's is the solution's with `-test`. Hidden tests hold asserts with messages. A cell
+tagged `instructor` is left out of the student version. The grader first runs the lesson's own solutions: they must pass,
+and each test must refuse an answer that only raises NotImplementedError. So that grading is quick, an exercise runs only
+the cells of the lesson that its test, or the answer, uses by name.
 
 **2. The check**, in `sysdpo_lab/coursework/checks/lesson_NN.py` (found by its name; no list to keep)::
 

@@ -1,9 +1,10 @@
 """Build the notebooks: execute notebooks/sources/*.py (py:percent) into notebooks/*.ipynb, the same bytes each time.
 
-    python -m sysdpo_lab.coursework.build [--check] [NAME ...]
+    python -m sysdpo_lab.coursework.build [--check | --student] [NAME ...]
 
 NAME is a source's name or its beginning (`00`); without one all are built. `--check` executes nothing: it says which
-stored notebook has other cells than its source, or cells that were never run.
+stored notebook has other cells than its source, or cells that were never run. `--student` also writes the student versions,
+student/NAME.ipynb, and executes only notebooks that no longer agree with their source.
 
 So that two builds agree, a cell's id comes from its position, there are no timings, and neighbouring outputs on one
 stream are joined. Widget state and views are left out: GitHub's viewer refuses a widgets block without state, and
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from sysdpo_lab import atomic, errors, paths
+from sysdpo_lab.coursework import exercises, student
 
 CELL_SECONDS = 600
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -99,12 +101,28 @@ def tidy(notebook: Any) -> Any:
 
 
 def build(source: Path, target: Path) -> Path:
-    """Execute `source` and replace `target` in one step; a failing cell leaves the old notebook."""
+    """Execute `source` and replace `target` in one step; a failing cell leaves the old notebook.
+
+    Raises:
+        ExerciseFormatError: an exercise's marker or mark is wrong; found before anything is run.
+        NotebookExecutionError: a cell failed.
+    """
     import nbformat
 
-    notebook = tidy(execute(read_source(source), source.name, target.parent))
+    notebook = read_source(source)
+    exercises.exercises(notebook, source.name)
+    notebook = tidy(execute(notebook, source.name, target.parent))
     nbformat.validate(notebook)
     return atomic.write_text(target, nbformat.writes(notebook) + "\n")
+
+
+def build_student(source: Path, target: Path) -> Path:
+    """Replace `target`, the student version of `source`, in one step; nothing is executed.
+
+    Raises:
+        ExerciseFormatError: an exercise's marker or mark is wrong.
+    """
+    return student.write_student_version(read_source(source), target, source.name)
 
 
 def _plain_metadata() -> Any:
@@ -154,14 +172,17 @@ def differences(source: Path, target: Path) -> list[str]:
 
 
 def _cells(notebook: Any) -> list[tuple]:
-    return [(cell.cell_type, cell.source, tuple(cell.metadata.get("tags", ()))) for cell in notebook.cells]
+    return [
+        (cell.cell_type, cell.source, tuple(cell.metadata.get("tags", ())), cell.metadata.get("nbgrader", {}))
+        for cell in notebook.cells
+    ]
 
 
 def _cell_differences(expected: list[tuple], found: list[tuple]) -> Iterable[str]:
     if len(expected) != len(found):
         yield f"{len(found)} cells, the source has {len(expected)}"
     for number, (wanted, here) in enumerate(zip(expected, found), start=1):
-        for what, a, b in zip(("type", "text", "tags"), wanted, here):
+        for what, a, b in zip(("type", "text", "tags", "nbgrader marks"), wanted, here):
             if a != b:
                 yield f"cell {number} differs in its {what}"
 
@@ -201,19 +222,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code: 1 when a check or a cell fails."""
     parser = argparse.ArgumentParser(prog="python -m sysdpo_lab.coursework.build", description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="a lesson's name or its beginning; all without one")
-    parser.add_argument("--check", action="store_true", help="compare, execute nothing")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare, execute nothing")
+    what.add_argument("--student", action="store_true", help="also write the student versions, into student/")
     parser.add_argument("--folder", type=Path, help="another folder than the checkout's notebooks")
     options = parser.parse_args(arguments)
     checkout = paths.repository_folder()
     folder = options.folder or (checkout / "notebooks" if checkout else Path("notebooks"))
     try:
-        return sum(_one(source, target, options.check) for source, target in pairs(folder, options.names)) > 0
-    except (errors.NotebookExecutionError, errors.UnknownOptionError) as error:
+        found = pairs(folder, options.names)
+        return sum(_one(source, target, options.check, options.student) for source, target in found) > 0
+    except (errors.NotebookExecutionError, errors.UnknownOptionError, errors.ExerciseFormatError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
-def _one(source: Path, target: Path, check: bool) -> bool:
+def _one(source: Path, target: Path, check: bool, for_students: bool) -> bool:
+    if for_students:
+        made = build_student(source, target.parent / "student" / target.name)
+        print(f"wrote student/{made.name}", flush=True)
+        if not differences(source, target):
+            return False
     if not check:
         print(f"built {build(source, target).name}", flush=True)
         return False

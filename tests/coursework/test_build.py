@@ -13,7 +13,7 @@ from sysdpo_lab import errors
 from sysdpo_lab.coursework import build
 
 ROOT = Path(__file__).parents[2]
-LESSON = '''# %% [markdown]
+LESSON = """# %% [markdown]
 # # A small lesson
 
 # %%
@@ -43,7 +43,7 @@ SliderFigure(draw, alt="a line that rises to beta", beta=slider(1, 0, 5))
 print(os.environ.get("SYSDPO_PROFILE"), os.environ["HF_HUB_OFFLINE"])
 
 # %%
-'''
+"""
 
 
 def write_source(folder, text, name="00_small"):
@@ -129,7 +129,9 @@ def test_streams_of_different_names_stay_apart():
 
 
 @pytest.mark.parametrize(
-    ("line", "words"), [("1 / 0", "ZeroDivisionError"), ("import os; os._exit(1)", "died")], ids=["error", "dead kernel"]
+    ("line", "words"),
+    [("1 / 0", "ZeroDivisionError"), ("import os; os._exit(1)", "died")],
+    ids=["error", "dead kernel"],
 )
 def test_a_failing_cell_is_named_and_the_old_notebook_stays(tmp_path, capsys, line, words):
     _, target = write_source(tmp_path, f"# %%\nprint(1)\n\n# %%\n{line}\n\n# %%\nprint(2)\n", "03_broken")
@@ -200,6 +202,51 @@ def test_marks_of_exercises_survive_for_a_student_version(tmp_path):
     source, _ = write_source(tmp_path, f'# %% tags=["a"] nbgrader={mark}\n1\n')
     cell = build.read_source(source).cells[0]
     assert cell.metadata.tags == ["a"] and cell.metadata.nbgrader.grade_id == "loss"
+
+
+MARK = '{"grade": false, "grade_id": "loss", "locked": false, "schema_version": 3, "solution": true, "task": false}'
+EXERCISE = f"""# %% [markdown]
+# # Small
+
+# %%
+print("run")
+
+# %% nbgrader={MARK}
+def loss():
+    ### BEGIN SOLUTION
+    return 1
+    ### END SOLUTION
+
+# %% nbgrader={
+    MARK.replace('"grade": false', '"grade": true, "points": 1')
+    .replace('"loss"', '"loss-test"')
+    .replace('"locked": false', '"locked": true')
+    .replace('"solution": true', '"solution": false')
+}
+assert loss() == 1
+"""
+
+
+def test_one_command_writes_both_versions_and_executes_only_what_is_stale(tmp_path, capsys):
+    source, target = write_source(tmp_path, EXERCISE)
+    assert build.main(["--student", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "wrote student/00_small.ipynb\nbuilt 00_small.ipynb\n"
+    before = target.stat().st_mtime_ns
+    assert build.main(["--student", "00", "--folder", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "wrote student/00_small.ipynb\n" and target.stat().st_mtime_ns == before
+    made = nbformat.read(tmp_path / "student" / "00_small.ipynb", 4)
+    assert "NotImplementedError" in made.cells[3].source and not any(cell.get("outputs") for cell in made.cells)
+    assert "### BEGIN SOLUTION" in target.read_text(), "nbgrader makes its own student version from these marks"
+    source.write_text(EXERCISE.replace('"points": 1', '"points": 2'))
+    assert build.differences(source, target) == ["cell 4 differs in its nbgrader marks"]
+
+
+@pytest.mark.parametrize("option", [[], ["--student"]], ids=["build", "student"])
+def test_a_slip_in_a_marker_is_told_before_anything_is_run(tmp_path, capsys, option):
+    _, target = write_source(tmp_path, EXERCISE.replace("    ### END SOLUTION\n", ""))
+    assert build.main([*option, "--folder", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "00_small.py, cell 3 (loss): SOLUTION is begun and never ended\n"
+    assert not target.exists() and not (tmp_path / "student").exists()
 
 
 def test_jupyterlab_opens_a_notebook_that_is_newer_than_its_source():
