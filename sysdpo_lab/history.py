@@ -22,6 +22,7 @@ class History(list):
         loss: nats, mean over the kept pairs; log 2 at the start (separate: log 2 a trained component).
         margin: mean of beta x log-ratio gap.   log_ratio_gap: mean, nats.   accuracy: share of positive margins.
         shares: {component, "posterior": mean part of the gap, nats}.
+        NAME_error_chosen, ..._rejected: a diffusion component's denoising error; with _start: the frozen start's.
         effective: mean of 1 / sum of squared posterior weights.   distinct: mean number of different intermediates.
         grad_norm: {component: L2 norm before clipping}, grad_norm_total: over all parameters, tied ones once.
         lr: {component: learning rate of this step}.   seconds, pairs_per_second: wall clock.

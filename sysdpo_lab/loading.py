@@ -1,15 +1,19 @@
-"""Language models and their tokenizers from a hub id, a local folder, a GGUF file, or the packaged SmolLM2."""
+"""Language models, and the parts of diffusion pipelines, from a hub id, a local folder, a GGUF file or a package."""
 
 import contextlib
 import copy
 import hashlib
+import importlib
 import io
+import json
+import logging
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -190,10 +194,11 @@ def plain_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Origin:
-    """The source and revision that give this model again."""
+    """The source and revision that give this model again; of a diffusion pipeline, which part of it."""
 
     source: str
     revision: str | None = None
+    part: str | None = None
 
 
 def remember(model: nn.Module, origin: Origin) -> None:
@@ -216,6 +221,134 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(some.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+# --- diffusion pipelines ----------------------------------------------------------------------------------------------------
+
+PARTS = ("unet", "scheduler", "vae", "text_encoder", "tokenizer")
+
+
+class DiffusionParts(NamedTuple):
+    """What a Stable-Diffusion-like pipeline consists of; vae, text_encoder and tokenizer are None where it has none.
+
+    `Diffusion(name, parents, parts.unet, parts.scheduler, (parts.text_encoder, parts.tokenizer), vae=parts.vae)`.
+    """
+
+    unet: nn.Module
+    scheduler: Any
+    vae: nn.Module | None
+    text_encoder: nn.Module | None
+    tokenizer: Any
+
+
+def load_diffusion(
+    source: str | Path, *, revision: str | None = None, dtype: torch.dtype | str | None = None
+) -> DiffusionParts:
+    """Network, scheduler, VAE, text encoder and tokenizer of a pipeline in diffusers' layout (Stable Diffusion 1.5, ...).
+
+    Only these five parts are read, only from safetensors, and no code from a hub is run.
+
+    Args:
+        source: a folder with model_index.json, or a hub id.
+        revision: branch, tag or commit, for a hub id.
+        dtype: of all three networks; None is float32, whatever the files hold. In half precision some VAEs overflow: load
+            them again in float32 with `load_part(source, "vae")`.
+
+    Raises:
+        MissingModelError: no such folder or id, no network, or a part is missing; the message names it.
+        UnsupportedModelError: a part has a class that diffusers or transformers do not have.
+    """
+    index = _pipeline_index(source, revision)
+    listed = {part: entry for part, entry in index.items() if part in PARTS and entry[0] is not None}
+    for part in ("unet", "scheduler"):
+        if part not in listed:
+            raise errors.MissingModelError(f"{source}: model_index.json lists no {part!r}; it lists {sorted(index)}")
+    found = {part: load_part(source, part, revision=revision, dtype=dtype) for part in listed}
+    return DiffusionParts(*(found.get(part) for part in PARTS))
+
+
+def load_part(
+    source: str | Path, part: str, *, revision: str | None = None, dtype: torch.dtype | str | None = None
+) -> Any:
+    """One part of a pipeline ("unet", "scheduler", "vae", "text_encoder", "tokenizer"); see `load_diffusion`."""
+    errors.check_option("part", part, PARTS)
+    library, name = _pipeline_index(source, revision).get(part, (None, None))
+    if name is None:
+        raise errors.MissingModelError(f"{source}: this pipeline has no {part!r}")
+    found = read_part(source, library, name, as_dtype(dtype), part, revision)
+    if isinstance(found, nn.Module):
+        remember(found, Origin(str(source), revision, part))
+    return found
+
+
+def _pipeline_index(source: str | Path, revision: str | None) -> dict[str, tuple]:
+    from huggingface_hub import hf_hub_download
+
+    path = Path(str(source)).expanduser()
+    if path.is_dir() and not (path / "model_index.json").is_file():
+        raise errors.MissingModelError(f"{path}: no model_index.json; a pipeline's folder holds it beside unet/, scheduler/, ...")
+    try:
+        file = path / "model_index.json" if path.is_dir() else hf_hub_download(str(source), "model_index.json", revision=revision)
+        index = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise errors.MissingModelError(
+            f"no diffusion pipeline was found under {str(source)!r} ({_first_line(error)}); name a folder with model_index.json, "
+            "or a hub id (needs a network, or the files in the hub's cache)"
+        ) from error
+    return {key: tuple(value) for key, value in index.items() if isinstance(value, (list, tuple)) and len(value) == 2}
+
+
+def read_part(
+    source: str | Path, library: str, name: str, dtype: torch.dtype, part: str | None = None, revision: str | None = None
+) -> Any:
+    """One object of diffusers or transformers from a folder or hub id."""
+    kind = getattr(importlib.import_module(library), name, None) if library in ("diffusers", "transformers") else None
+    if kind is None:
+        raise errors.UnsupportedModelError(f"{source}, {part or 'network'}: {library}.{name} is not known here")
+    place = Path(str(source)).expanduser()
+    options: dict[str, Any] = {"subfolder": part} if part else {}
+    if not place.is_dir():
+        place, options["revision"] = source, revision
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        options |= {"dtype" if library == "transformers" else "torch_dtype": dtype, "use_safetensors": True}
+    if library == "transformers":
+        options["trust_remote_code"] = False
+    try:
+        with quiet(), _quiet_diffusers(), warnings.catch_warnings():
+            # diffusers hands the hub an option that the hub no longer has
+            warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks", category=UserWarning)
+            return kind.from_pretrained(str(place), **options)
+    except (OSError, ValueError) as error:
+        raise errors.MissingModelError(
+            f"{source}: the part {part or name!r} ({name}) cannot be read as safetensors: {_first_line(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_diffusers() -> Iterator[None]:
+    """diffusers logs an error before it raises it."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """A tokenizer that `save_pretrained` wrote."""
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise errors.MissingModelError(f"{folder}: no tokenizer can be read here: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # --- which precision ------------------------------------------------------------------------------------------------------

@@ -242,7 +242,8 @@ def direct_loss(
         system: the compound system; frozen components are scored but get no gradient.
         chosen, rejected: traces with a value of every variable, B rows, the same inputs row by row.
         beta: > 0; larger keeps the optimum closer to the reference.
-        generator: for the noise of bound components; one draw a pair serves both sides, policy and reference.
+        generator: for the noise of bound components; one draw a pair serves both sides, policy and reference. Sides with
+            different numbers (or sizes) of images cannot share noise: such pairs are dropped and counted.
 
     Raises:
         InputMismatchError: inputs differ within a pair.  NoMarginError: no pair has a margin.
@@ -262,7 +263,9 @@ def direct_loss(
         return _pair_loss(torch.zeros(len(kept)), beta, kept, {})
     shares = {n: torch.where(kept, g.detach(), torch.nan) for n, g in gaps.items()}
     same = torch.stack([_same_rows(chosen[name], rejected[name]) for name in system.order]).all(0)
-    return _pair_loss(sum(gaps.values()), beta, kept, shares, same=same)
+    found = _pair_loss(sum(gaps.values()), beta, kept, shares, same=same)
+    found.extras |= bound_errors(system, chosen, rejected)
+    return found
 
 
 def component_gaps(
@@ -346,6 +349,30 @@ def _same_shape(
                 left, right = chosen[name][row], rejected[name][row]
                 same[row] &= getattr(left, "shape", None) == getattr(right, "shape", None)
     return same
+
+
+def bound_errors(
+    system: "CompoundSystem", chosen: Mapping[str, Batch], rejected: Mapping[str, Batch], names: list[str] | None = None
+) -> dict[str, Float[Tensor, " B"]]:
+    """Errors of the bound components in the `component_gaps` that were just computed, for the log.
+
+    Returns:
+        {"NAME_error_chosen", "..._rejected", "..._chosen_start", "..._rejected_start": (B,)}: the policy's and the
+        frozen start's error on each side, under the same noise; NaN where a pair was left out or has no images.
+    """
+    names = system.order if names is None else names
+    found, rows = {}, batch_length(chosen[names[0]])
+    for name in names:
+        kept = getattr(system[name], "last_errors", {})
+        if system[name].kind != "bound" or not {"policy", "reference"} <= kept.keys():
+            continue
+        aligned = _same_shape(system, chosen, rejected, rows, names)
+        for who, ending in (("policy", ""), ("reference", "_start")):
+            for side, values in zip(("chosen", "rejected"), kept[who].chunk(2)):
+                full = torch.full((rows,), torch.nan, dtype=torch.float64)
+                full[aligned] = values.double().cpu()
+                found[f"{name}_error_{side}{ending}"] = full
+    return found
 
 
 def _pair_noise(

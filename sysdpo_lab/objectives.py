@@ -305,11 +305,11 @@ class _Separate(Objective):
 
     def __call__(self, system, batch, generator=None):
         names = trained_separately(system, batch.is_trace)
-        gaps, kept = self._trace_gaps(system, batch, names, generator) if batch.is_trace else self._final_gaps(
+        gaps, kept, errors_seen = self._trace_gaps(system, batch, names, generator) if batch.is_trace else self._final_gaps(
             system, batch, names, generator
         )
         rest = [name for name in system.order if name not in names]
-        extras = {"separate": ", ".join(names), "left_out": ", ".join(rest)}
+        extras = {"separate": ", ".join(names), "left_out": ", ".join(rest), **errors_seen}
         return dataclasses.replace(_added(gaps, self.beta, kept), extras=extras)
 
     def scored(self, system, batch, generator):
@@ -320,18 +320,20 @@ class _Separate(Objective):
         return [({**parents, name: side}, [name]) for name in names for side in (batch.chosen, batch.rejected)]
 
     def _trace_gaps(self, system, batch, names, generator):
-        return losses.component_gaps(system, batch.chosen, batch.rejected, names, generator=generator)
+        gaps, kept = losses.component_gaps(system, batch.chosen, batch.rejected, names, generator=generator)
+        return gaps, kept, losses.bound_errors(system, batch.chosen, batch.rejected, names) if gaps else {}
 
     def _final_gaps(self, system, batch, names, generator):
         """Each named component as if it gave the final answer, its parents drawn from the frozen start."""
         parents = self._drawn_parents(system, batch, generator)
-        gaps, kept = {}, None
+        gaps, kept, seen = {}, None, {}
         for name in names:
             chosen, rejected = {**parents, name: batch.chosen}, {**parents, name: batch.rejected}
             found, possible = losses.component_gaps(system, chosen, rejected, [name], generator=generator)
             gaps |= found
+            seen |= losses.bound_errors(system, chosen, rejected, [name]) if found else {}
             kept = possible if kept is None else kept & possible.to(kept.device)
-        return gaps, kept
+        return gaps, kept, seen
 
     def _drawn_parents(self, system, batch, generator) -> dict[str, Batch]:
         keys = [_pair_key(batch, row) for row in range(len(batch))]

@@ -17,6 +17,7 @@ KINDS = {
     "Categorical": "sysdpo_lab.components.categorical",
     "Tool": "sysdpo_lab.components.tool",
     "CausalLM": "sysdpo_lab.components.language",
+    "Diffusion": "sysdpo_lab.components.diffusion",
 }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,3 +100,44 @@ def summary(found: PairLoss) -> dict[str, Any]:
 def _mean(values: Tensor) -> float:
     values = values.detach().double()
     return values[~torch.isnan(values)].mean().item()
+
+
+class ErrorWatch:
+    """Sees whether a diffusion component gets worse on winners and losers alike while the loss falls.
+
+    Args:
+        patience: pairs in a row whose means are compared.
+        share: rise above the start's error, as a share of it, that is not noise.
+
+    >>> watch = ErrorWatch(patience=1)
+    >>> numbers = {"z_error_chosen": 1.2, "z_error_rejected": 1.5, "z_error_chosen_start": 1.0, "z_error_rejected_start": 1.0}
+    >>> watch.risen(PairLoss(*[torch.zeros(1)] * 3, extras={name: torch.tensor([n]) for name, n in numbers.items()}))
+    {'z': (0.2..., 0.5)}
+    """
+
+    SIDES = ("chosen", "rejected", "chosen_start", "rejected_start")
+
+    def __init__(self, patience: int, share: float = 0.01):
+        self.patience, self.share = patience, share
+        self.recent: dict[str, deque] = {}
+
+    def risen(self, found: PairLoss) -> dict[str, tuple[float, float]]:
+        """{component: rise of the winners' and of the losers' error, as shares of the start's} where both have risen."""
+        worse = {}
+        for key in (key for key in found.extras if key.endswith("_error_chosen")):
+            name = key.removesuffix("_error_chosen")
+            columns = torch.stack([found.extras[f"{name}_error_{side}"].double() for side in self.SIDES], 1)
+            rows = self.recent.setdefault(name, deque(maxlen=self.patience))
+            rows.extend(row for row in columns.tolist() if not any(map(math.isnan, row)))
+            rises = self._rises(rows)
+            if rises is not None and min(rises) > self.share:
+                worse[name] = rises
+        return worse
+
+    def _rises(self, rows: deque) -> tuple[float, float] | None:
+        if len(rows) < self.patience:
+            return None
+        chosen, rejected, chosen_start, rejected_start = (sum(column) for column in zip(*rows))
+        if not chosen_start or not rejected_start:
+            return None
+        return chosen / chosen_start - 1, rejected / rejected_start - 1

@@ -27,7 +27,7 @@ from sysdpo_lab.losses import PairLoss
 from sysdpo_lab.objectives import Objective, cache_reference, direct, sampling, separate
 from sysdpo_lab.options import Deadline, Settings, streams, whole
 from sysdpo_lab.preferences import Pairs
-from sysdpo_lab.summaries import check_finite, detached, merged, nothing, summary
+from sysdpo_lab.summaries import ErrorWatch, check_finite, detached, merged, nothing, summary
 from sysdpo_lab.system import CompoundSystem
 
 __all__ = ["History", "Objective", "cache_reference", "direct", "margins", "sampling", "separate", "train"]
@@ -106,7 +106,7 @@ def train(
         EmptyPairsError, PairKindError, ObjectiveError, UnknownOptionError, UnknownComponentError, CheckpointError.
 
     Warns:
-        NoDiversityWarning, ZeroGradientWarning, HalfPrecisionWarning, DamagedCheckpointWarning.
+        NoDiversityWarning, ZeroGradientWarning, HalfPrecisionWarning, BothErrorsRiseWarning, DamagedCheckpointWarning.
 
     >>> from sysdpo_lab.components import Categorical
     >>> system = CompoundSystem([Categorical("y", {"x": 1}, 2), Categorical("z", {"x": 1, "y": 2}, 2)])
@@ -163,6 +163,7 @@ class _Loop:
         self.barren, self.alike = 0, 0  # pairs in a row without a margin, without two different intermediates
         self.kept_any, self.diverse, self.watched = False, False, False
         self.warned: set[type] = set()
+        self.errors_watch = ErrorWatch(PATIENCE)
         self.boundary: dict[str, Any] = {}
         self.updating, self.unlogged = False, {}
 
@@ -336,6 +337,13 @@ class _Loop:
             self.diverse, self.alike = self.diverse or diverse, 0 if diverse else self.alike + len(different)
             if self.alike >= PATIENCE:
                 self._warn_about_diversity(number)
+        for name, (winners, losers) in self.errors_watch.risen(found).items():
+            self._warn(
+                errors.BothErrorsRiseWarning,
+                f"step {number}, component {name!r}: over the last {PATIENCE} pairs the denoising error is above the start's for "
+                f"winners (by {winners:.1%}) and losers (by {losers:.1%}): the loss falls only because losers get worse faster. "
+                "Lower the learning rate, raise beta, or add an anchor on the winners",
+            )
         if norm == 0:
             self._warn(errors.ZeroGradientWarning, f"step {number}: every gradient is exactly zero; nothing is learned from it")
 

@@ -185,6 +185,14 @@ class Component(nn.Module):
         """log p(value | parents) in nats, summed over tokens: (B,)."""
         raise NotImplementedError
 
+    def draw_noise(self, value: Batch, generator: torch.Generator | None = None) -> Any:
+        """Kind "bound" only: what `log_prob(value, parent_values, noise=...)` needs, row by row."""
+        raise NotImplementedError
+
+    def repeat_noise(self, noise: Any) -> Any:
+        """Kind "bound" only: the noise of B rows for 2 B rows, B winners and then B losers, so that a pair shares it."""
+        raise NotImplementedError
+
     def identities(self, value: Batch) -> Batch:
         """What is equal for two rows exactly where their values are the same: (B,) / B hashable values.
 
