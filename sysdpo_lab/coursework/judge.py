@@ -169,7 +169,10 @@ def _functions(ours: dict[str, dict]) -> Iterator[types.FunctionType]:
 def _checks(ours: dict[str, dict]) -> Iterator[Any]:
     for name, space in ours.items():
         if name.startswith(COURSEWORK):
-            yield from (value for value in space.values() if type(value).__module__.startswith(COURSEWORK))
+            mine = (value for value in space.values() if type(value).__module__.startswith(COURSEWORK))
+            yield from (
+                value for value in mine if hasattr(value, "__dict__")
+            )  # a named tuple has none, and cannot change
 
 
 # --- running cells ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import csv
 import json
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import nbformat
@@ -10,6 +11,7 @@ import pytest
 
 from sysdpo_lab import errors
 from sysdpo_lab.coursework import build, exercises, grade, handins, judge, processes, slicing, student
+from sysdpo_lab.coursework.checks import core
 from tests.coursework import lesson_cases
 from tests.coursework.lesson_cases import LESSON, answered, lesson_file
 
@@ -485,3 +487,15 @@ def test_a_real_exercise_is_graded_and_its_tests_hold(tmp_path):
     }
     assert found["typical mistake"].message.startswith("margin: the reference is missing")
     assert "torch.allclose" in found["torch replaced when called"].message
+
+
+def test_a_checks_module_may_hold_values_without_a_dict_of_their_own():
+    Point = namedtuple("Point", "x")
+    Point.__module__ = "sysdpo_lab.coursework.checks.lesson_99"
+    known = (
+        judge.core if hasattr(judge, "core") else __import__("sysdpo_lab.coursework.checks.core", fromlist=["Check"])
+    )
+    check = known.Check.__new__(known.Check)
+    assert list(judge._checks({"sysdpo_lab.coursework.checks.lesson_99": {"point": Point(1), "check": check}})) == [
+        check
+    ]
