@@ -492,10 +492,5 @@ def test_a_real_exercise_is_graded_and_its_tests_hold(tmp_path):
 def test_a_checks_module_may_hold_values_without_a_dict_of_their_own():
     Point = namedtuple("Point", "x")
     Point.__module__ = "sysdpo_lab.coursework.checks.lesson_99"
-    known = (
-        judge.core if hasattr(judge, "core") else __import__("sysdpo_lab.coursework.checks.core", fromlist=["Check"])
-    )
-    check = known.Check.__new__(known.Check)
-    assert list(judge._checks({"sysdpo_lab.coursework.checks.lesson_99": {"point": Point(1), "check": check}})) == [
-        check
-    ]
+    check = core.Check.__new__(core.Check)
+    assert list(judge._checks({Point.__module__: {"point": Point(1), "check": check}})) == [check]
