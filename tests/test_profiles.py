@@ -23,7 +23,7 @@ def test_a_profile_says_what_it_costs_and_what_to_expect(profile):
 
 @EACH
 def test_its_own_settings_pass_the_experiments_check(profile):
-    runner.experiment_of(profile.experiment).check(profile.with_settings({}))
+    runner.experiment_of(profile.experiment, profile.name).check(profile.with_settings({}))
 
 
 @EACH

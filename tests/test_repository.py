@@ -42,7 +42,7 @@ LAYERS = (  # a module imports from its own line and from those above
     "losses samplers",
     "exact alignment",
     "history checkpoints preferences",
-    "objectives optimisation summaries options",
+    "objectives optimisation summaries options anchoring",
     "training",
     "evaluation figures widgets report profiles results judges sentences diversity",
     "worlds",

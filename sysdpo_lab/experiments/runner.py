@@ -13,7 +13,8 @@ from typing import Any
 
 from sysdpo_lab import atomic, errors, evaluation, profiles
 
-MODULES = {"toy": "toy", "two-llm": "two_llm"}
+MODULES = {"toy": "toy", "two-llm": "two_llm", "samplers": "samplers", "beta": "beta"}
+LANGUAGE: dict[str, str] = {}  # the same questions put to language models, above toy
 
 
 @dataclass
@@ -77,6 +78,7 @@ def run(
     say: Callable[[str], None] = print,
     progress: bool | None = None,
     command: str | None = None,
+    shared: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run an experiment at a profile and write summary.json, records.jsonl, figures and report.html to `out`.
 
@@ -86,6 +88,7 @@ def run(
         seeds: training seeds; default those of the profile.
         changes: settings that differ from the profile's.
         resume: go on with an interrupted run, to the same result.
+        shared: what runs of equal data settings may take over from one another (base, pairs, the start's answers); filled.
 
     Returns:
         the content of summary.json.
@@ -96,17 +99,18 @@ def run(
     chosen = profiles.find(experiment, profile)
     settings = chosen.with_settings(changes or {})
     seeds = _checked_seeds(chosen.seeds if seeds is None else seeds)
-    module = importlib.import_module(f"sysdpo_lab.experiments.{MODULES[experiment]}")
+    module = experiment_of(experiment, profile)
     module.check(settings)  # before the folder is made: a mistyped setting leaves nothing behind
     out = Path(out)
     spent = _open_folder(out, {"experiment": experiment, "profile": profile, "seeds": seeds, "settings": settings}, resume)
-    context = Context(chosen, settings, out, resume, say, progress)
+    context = Context(chosen, settings, out, resume, say, progress, {} if shared is None else shared)
     started = time.monotonic()
     records = []
     for seed in seeds:
         records += module.run_seed(context, seed)
         _note_time(out, spent + time.monotonic() - started)
-    rows, differences = evaluation.summarise(records, module.METRICS, seeds)
+    summarise = getattr(module, "summarise", None)  # where items are not the same for every seed, an experiment has its own
+    rows, differences = summarise(records, seeds) if summarise else evaluation.summarise(records, module.METRICS, seeds)
     summary = {
         "experiment": experiment,
         "profile": profile,
@@ -124,6 +128,13 @@ def run(
     _write_report(module, context, summary, records)
     atomic.write_json(out / "summary.json", summary)  # last: its presence says that the run is complete
     return summary
+
+
+def experiment_of(name: str, profile: str = "toy") -> Any:
+    """What runs an experiment at a profile: a module, or the object EXPERIMENT of one."""
+    file = LANGUAGE[name] if name in LANGUAGE and profile != "toy" else MODULES[name]
+    module = importlib.import_module(f"sysdpo_lab.experiments.{file}")
+    return getattr(module, "EXPERIMENT", module)
 
 
 def _checked_seeds(seeds: Sequence[int]) -> list[int]:
