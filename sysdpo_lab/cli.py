@@ -72,7 +72,8 @@ def print_list() -> None:
             f"{profile.experiment:11} {profile.name:8} {profile.minutes:7g} {profile.memory_gb:5g} G {network:8} {profile.model}"
         )
         print(f"{'':21}{len(profile.seeds)} seeds; expected: {profile.expected}")
-    print("minutes: the full run on two CPU cores. `run EXPERIMENT --profile P --out DIR` starts one.")
+    print("minutes: the full run on two CPU cores; of profile paper an estimate for one GPU with 80 GB.")
+    print("`run EXPERIMENT --profile P --out DIR` starts one.")
 
 
 def print_plan(experiment: str, name: str) -> None:
@@ -80,7 +81,7 @@ def print_plan(experiment: str, name: str) -> None:
     profile = profiles.find(experiment, name)
     print(f"{experiment} at {name}: {profile.model} (revision {profile.revision})")
     seeds = ", ".join(map(str, profile.seeds))
-    print(f"seeds {seeds}; about {profile.minutes:g} minutes on two CPU cores, {profile.memory_gb:g} GB")
+    print(f"seeds {seeds}; about {profile.minutes:g} minutes on {profile.machine}, {profile.memory_gb:g} GB")
     print("downloads: " + ("yes" if profile.network else "none"))
     settings = profile.settings
     if "max_new_tokens" in settings:

@@ -18,7 +18,7 @@ class Profile:
         experiment, name: which experiment at which size.
         model, revision: the weights, pinned.
         seeds: training seeds of the full run.
-        minutes: expected wall time of the full run on two CPU cores.
+        minutes: expected wall time of the full run on two CPU cores; with `network` an estimate for one GPU, never measured.
         memory_gb: expected peak.
         network: whether something is downloaded.
         expected: what the result should look like.
@@ -35,6 +35,11 @@ class Profile:
     network: bool
     expected: str
     settings: Mapping[str, Any]
+
+    @property
+    def machine(self) -> str:
+        """What `minutes` refers to."""
+        return "one GPU with 80 GB" if self.network else "two CPU cores"
 
     def with_settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """The settings with `changes`; a value must have the type of the one that it replaces.

@@ -42,7 +42,8 @@ def test_plan_says_what_a_run_costs(capsys, experiment, profile):
     assert cli.main(["plan", experiment, "--profile", profile]) == 0
     text, found = capsys.readouterr().out, REGISTRY[experiment, profile]
     assert found.model in text and found.revision in text and f"{found.memory_gb:g} GB" in text
-    assert f"{found.minutes:g} minutes" in text and "downloads: none" in text
+    place = "one GPU with 80 GB" if found.network else "two CPU cores"
+    assert f"{found.minutes:g} minutes on {place}" in text and f"downloads: {'yes' if found.network else 'none'}" in text
     assert all(f"  {key} = {value}" in text.splitlines() for key, value in found.settings.items())
 
 
@@ -146,7 +147,7 @@ def test_a_folder_in_use_is_one_line(capsys, tmp_path):
 
 
 def test_bad_input_of_plan_and_store_is_one_line(capsys, tmp_path):
-    assert "choose one of 'tiny', 'small'" in failure(capsys, "plan", "two-llm", "--profile", "paper")
+    assert "choose one of 'toy'" in failure(capsys, "plan", "toy", "--profile", "paper")
     assert failure(capsys, "store", str(tmp_path), "name").startswith("ResumeError: ")
 
 
@@ -194,7 +195,8 @@ def test_profile_and_folder_may_be_left_out(tmp_path, monkeypatch, capsys):
 def test_a_long_table_is_cut_on_the_screen_and_says_where_the_rest_is(tmp_path, capsys):
     row = {"metric": "gap", "value": 0.0, "ci_low": 0.0, "ci_high": 0.0, "n": 1}
     rows = [{"system": f"row{number}", **row} for number in range(100)]
-    summary = {"experiment": "e", "profile": "p", "seeds": [0], "rows": rows, "differences": [], "seconds": 1, "peak_memory_mb": 1}
+    summary = {"experiment": "e", "profile": "p", "seeds": [0], "rows": rows, "differences": [], "seconds": 1}
+    summary["peak_memory_mb"] = 1
     cli.print_summary(summary, tmp_path)
     shown = capsys.readouterr().out
     assert "row79 " in shown and "row80 " not in shown and f"20 lines more in {(tmp_path / 'summary.json').resolve()}" in shown
