@@ -129,12 +129,12 @@ print(f"win rate against the start: {wins:.3f}")
 assert wins > 0.65 and after[1] > 0.7
 
 # %% [markdown]
-# Balanced answers went up, as they should. Now look at the **drafts**: terse drafts went up, long ones almost vanished. No reader ever
-# saw a draft. The drafter learned to be terse *because the refiner expands*: credit went through the system. Trained on its
+# Balanced answers went up, as they should. Now look at the **drafts**: terse drafts went up, balanced and long ones almost vanished. No
+# reader ever saw a draft. The drafter learned to be terse *because the refiner expands*: credit went through the system. Trained on its
 # own, with "balanced is better" as the lesson, it would have learned to write balanced drafts, which this refiner makes long.
 
 # %%
-assert draft_after[0] > draft_before[0] + 0.1 and draft_after[2] < 0.15
+assert draft_after[0] > draft_before[0] + 0.1 and draft_after[1:].max() < 0.15
 
 # %% [markdown]
 # Who contributed how much? The log-ratio gap of a pair is the sum of the components' shares (plus a small term for re-weighing

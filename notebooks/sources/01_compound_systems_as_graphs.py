@@ -150,7 +150,7 @@ assert torch.allclose(p.sum(1), torch.ones(2, dtype=torch.float64))
 
 # %% [markdown]
 # Elimination matters as soon as systems grow. A chain of 50 components with 10 values each has $10^{49}$ hidden
-# combinations; eliminating them one by one costs 50 products of small matrices.
+# combinations; eliminating them one by one costs 49 products of small matrices.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ print("p(z | x = 0) of the chain:", [round(value, 4) for value in exact.marginal
 # ## Move one number, watch the answer
 #
 # How much does the first writer matter? The slider sets $p(y_1 = 1 \mid x = 0)$ and leaves the rest alone. The answer moves on a
-# straight line: $p(z|x)$ is linear in each single row of each table (but not in several at once).
+# straight line: $p(z|x)$ is linear in each single table (but not in several tables at once).
 
 
 # %%
@@ -237,7 +237,7 @@ assert ratio[2].item() == 0.0
 #
 # ## What the graph refuses
 #
-# Errors name the component and say what to do.
+# Errors name the component and say what is wrong, and where it is clear, what to do.
 
 # %%
 mistakes = {

@@ -354,7 +354,7 @@ for name in ("y", "z"):
 # | graph | condition for Direct to be exact (ours) |
 # | --- | --- |
 # | chain with skip: $x \to y \to z$, $x \to z$ | none |
-# | blind chain: $x \to y \to z$ only | for each $y$ that two inputs $x, x'$ can reach, $r(x,z) - r(x',z)$ is the same for all $z$ |
+# | blind chain: $x \to y \to z$ only | for each $y$ that two inputs $x, x'$ can reach, $r(x,z) - r(x',z)$ is the same for all $z$ that $y$ can lead to |
 # | collider: $x \to y_1$, $x \to y_2$, all $\to z$ | $Z(x,y_1,y_2) = \sum_z p_\text{ref}(z \mid x,y_1,y_2)\, e^{r/\beta}$ is a product $a(x,y_1)\,b(x,y_2)$ |
 # | collider with the edge $y_1 \to y_2$ | none |
 #
@@ -592,6 +592,7 @@ view
 at_half = {law: error[BETAS == 0.5].item() for law, error in errors.items()}
 print({law: f"{error:+.3f}" for law, error in at_half.items()})
 assert abs(at_half["reference"] - 0.030) < 1e-3 and abs(at_half["uniform"] + 0.119) < 1e-3
+assert max(abs(error[BETAS.argmin()].item()) for error in errors.values()) < 1e-3
 
 # %% [markdown]
 # ### Surprise B: a ridge, a saddle, two mirror solutions
@@ -707,60 +708,14 @@ repaired_gaps = torch.tensor([
 ])  # fmt: skip
 print(f"collider, infinitely many pairs:      gap {missed['Direct, pairs from p_ref']:.3f}")
 print(f"with the edge, 10,000 pairs: median gap {repaired_gaps.median():.3f}, largest of 20 {repaired_gaps.max():.3f}")
-assert repaired_gaps.median() < 0.08 and repaired_gaps.max() < missed["Direct, pairs from p_ref"] + 0.05
+assert repaired_gaps.median() < 0.04 and repaired_gaps.max() < missed["Direct, pairs from p_ref"]
 
 # %% [markdown]
 # An edge is cheap: let the second drafter read the first one's draft. In a system of language models it is one line more in a prompt. The start need not
 # change at all (`exact.with_edge` lets the new parent be ignored at first); what changes is what *can* be learned.
 #
-# ## How many pairs
-#
-# Where the graph is right, only noise is left. The system has one input, three drafts, four answers, and a uniform start; forty data sets for each size; 400 steps.
-
-# %% tags=["nbval-ignore-output"]
-four_reward = torch.tensor([[0.3, -1.2, 0.9, 0.1]], dtype=torch.float64)
-even = CompoundSystem([Categorical("y", {"x": 1}, 3), Categorical("z", {"x": 1, "y": 3}, 4)])
-
-
-def sample_gaps(number, sets=40):
-    """Reference-adjusted gap after training on `number` judged pairs of traces: one entry a data set."""
-    many, logits = exact.stack([even] * sets), judge_of(four_reward)
-    loss = exact.direct(many, logits.repeat(sets, 1, 1), 0.5, systems=sets)
-    exact.train(many, loss.sampled(number, torch.Generator().manual_seed(number), systems=sets), 400)
-    uniform = torch.full((1, 4), 0.25, dtype=torch.float64)
-    return torch.tensor([alignment.gap(p[None], logits, 0.5, uniform) for p in exact.marginal(many).detach()])
-
-
-SIZES = (100, 1000, 10_000, 100_000, 1_000_000)
-by_size = torch.stack([sample_gaps(number) for number in SIZES])
-for number, found in zip(SIZES, by_size):
-    print(f"{number:9,} pairs: median gap {found.median():.4f}   middle half {found.quantile(0.25):.4f} to {found.quantile(0.75):.4f}")
-
-# %% tags=["nbval-ignore-output"]
-log_n = torch.tensor(SIZES[1:], dtype=torch.float64).log()[:, None].expand(-1, 40)
-log_gap = by_size[1:].double().log()
-centred = log_n - log_n.mean()
-slope = ((centred * log_gap).sum() / (centred**2).sum()).item()
-residual = log_gap - log_gap.mean() - slope * centred
-error = ((residual**2).sum() / (residual.numel() - 2) / (centred**2).sum()).sqrt().item()
-print(f"slope of log gap against log N, from 1,000 pairs on: {slope:.2f}, 95 % interval {slope - 1.96 * error:.2f} to {slope + 1.96 * error:.2f}")
-assert -0.57 < slope < -0.43 and by_size[0].median() > 1.2 * by_size[2].median() * 10 and by_size[-1].median() < 0.02
-
-# %% tags=["nbval-ignore-output"]
-figure, (ax,) = figures.new_figure(height=3.4)
-style = figures.line_styles(1)[0]
-quartiles = by_size.double().quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), dim=1)
-ax.fill_between(SIZES, quartiles[0], quartiles[2], color=style["color"], alpha=0.25, label="middle half of 40 data sets")
-ax.plot(SIZES, quartiles[1], label="median", **style)
-anchor = quartiles[1, 2].item() * 100
-ax.plot(SIZES, [anchor / number**0.5 for number in SIZES], color="0.3", linestyle=":", label="1 / sqrt(N)")
-ax.set(xscale="log", yscale="log", xlabel="judged pairs of traces N", ylabel="reference-adjusted gap (nats)")
-ax.legend(frameon=False)
-figures.show(figure, alt="the median gap falls on double logarithmic axes along the line one over square root of N, from about 0.8 at 100 pairs to about 0.005 at a million")
-
-# %% [markdown]
-# From a thousand pairs on the gap falls like $1/\sqrt N$ (slope about -1/2): ten times the precision costs a hundred times the pairs. At a hundred it lies above the line: with twelve
-# traces some comparisons are one-sided by chance, and a one-sided comparison drives its margin towards infinity.
+# What remains with the right graph is the noise of the sample. It falls like $1/\sqrt N$ in the number of pairs: lesson 05 measures it, for Direct and Sampling
+# side by side.
 #
 # ## A draft has no right code
 #

@@ -539,7 +539,7 @@ for start in ("all uniform", "y uniform, z mixes"):
 #
 # ## Many solutions
 #
-# Why does the optimiser matter? Sampling's loss fixes the marginal $p(z|x)$ only. Many pairs of drafter and refiner have the same marginal, and all are optimal. Direct's optimum is one of them, and a special one: among all systems with the right
+# Why does the optimiser matter? Sampling's loss fixes the marginal $p(z|x)$ only. Many pairs of drafter and refiner have the same marginal, and all are optimal. Where the graph can hold it (lesson 04), Direct's optimum is one of them, and a special one: among all systems with the right
 # marginal it has the smallest distance from the start as a *whole*, $\mathrm{KL}(p(y,z|x)\,\|\,p_\text{ref}(y,z|x))$. Reason: that KL is the marginal's KL plus the mean KL of the posteriors $p(y|x,z)$, and Direct leaves the posteriors as they were.
 # Twenty random chains, both methods:
 
@@ -584,7 +584,7 @@ figures.show(figure, alt="twenty squares of Sampling lie above the diagonal, twe
 #
 # ## How long, and how many pairs
 #
-# Does training on finals take longer than plain DPO on one component, which has no drafts at all? The chain of lesson 01 has a uniform marginal. The gap against the step for Direct, Sampling and a single component with the same judge:
+# Does training on finals take longer than plain DPO on one component, which has no drafts at all? The chain with skip of lesson 04 has a uniform marginal. The gap against the step for Direct, Sampling and a single component with the same judge:
 
 
 # %%
@@ -1005,7 +1005,7 @@ assert tuple(drafts_needed(nested(0.05))) == (3, 4), "the nested squares lie bet
 # - A draft gets credit by its posterior; the drafter's gradient is the difference of winner's and loser's posteriors. One draft, repeats of one draft, or paraphrases: exactly 0.
 # - The loss is $\log 2$ at the start for every set. Look at the gradient, the effective number of drafts, and the shares.
 # - With all drafts, Sampling's optimum is the right marginal if the graph can produce it: always if the output sees $x$; through a bottleneck only if it is wide enough, and rank alone does not tell.
-# - It leaves open *how* the marginal is made; Direct's optimum is the one that moves whole traces least. Uniform components give the drafter nothing to learn.
+# - It leaves open *how* the marginal is made; Direct's optimum, where the graph can hold it, is the one that moves whole traces least. Uniform components give the drafter nothing to learn.
 # - Steps grow like $1/\beta$ down to a floor; the gap falls like $1/\sqrt N$; neither is worse than plain DPO's on these tables.
 #
 # **Limits.** All optima here are for the set of *all* drafts; with a few, the loss is another one, and how much that matters is lesson 06. Tables share nothing between drafts or inputs. "Best of 20 starts" is a search, not a proof (for the nested squares
