@@ -272,6 +272,11 @@ def _records(context: "Context", seed: int) -> list[dict]:
     fast_steps = train(swept, options["steps"], options["lr"]).tolist()
     slow_steps = train(slow, options["steps_slow"], options["lr_slow"]).tolist()
     rows = [row_name(start, beta) for start in starts for beta in betas for _ in range(count)]
+    taken = {"steps": fast_steps, "steps_slow": slow_steps}
+    late = {name: sum(number > options[name] for number in numbers) for name, numbers in taken.items()}
+    if any(late.values()):  # a mean over them is a lower bound only
+        counted = ", ".join(f"{number} of {len(rows)} by {name}" for name, number in late.items())
+        context.note(f"not arrived, seed {seed}", f"{counted}: they count as the limit + 1, so that mean steps are lower bounds")
     found = []
     for start, case in zip(starts, cases):
         for item, record in enumerate(measure_start(case, options["inputs"])):

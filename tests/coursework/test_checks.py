@@ -152,13 +152,14 @@ def test_an_answer_that_never_ends_is_stopped():
     assert checks.message(check, total) is None
 
 
-def test_an_answer_that_spoils_its_inputs_is_judged_by_what_it_returns():
+def test_an_answer_that_spoils_its_inputs_is_told_so_once_its_values_are_right():
     def greedy(values, scale):
         result = sum(values) * scale
         values.clear()
         return result
 
-    assert checks.message(CHECK, greedy) is None
+    said = "total returns the right values but changes its argument values: work on a copy of it"
+    assert checks.message(CHECK, greedy) == said
     assert checks.message(CHECK, lambda values, scale: greedy(values, 1)) == "total: the result must grow with scale"
 
 

@@ -238,3 +238,9 @@ def test_the_stored_run_says_what_the_theory_says():
     assert 130 <= steps[0.5]["value"] <= 160 <= steps[0.1]["value"] <= 630
     assert 360 <= slow[0.5]["value"] <= 1160 and 2190 <= slow[0.1]["value"] <= 4480
     assert math.isclose(slow[0.1]["value"] / slow[0.2]["value"], 2, rel_tol=0.15)  # steps ~ 1 / beta
+
+
+def test_systems_that_do_not_arrive_are_counted_in_a_note(tmp_path):
+    few = {"betas": "0.5", "starts": "ring", "systems": 2, "steps": 3, "steps_slow": 3}
+    summary = runner.run("beta", "toy", tmp_path / "run", [0], few, say=lambda line: None)
+    assert summary["notes"]["not arrived, seed 0"].startswith("2 of 2 by steps, 2 of 2 by steps_slow")

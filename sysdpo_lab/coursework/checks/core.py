@@ -93,14 +93,28 @@ class Check:
         """
         if not callable(answer):
             fail(f"{self.name} is {shown(answer)}, not a function: define {self.call}")
-        found, expected = self._outcomes(answer), self._outcomes(self.right)
+        used = list(self.cases())
+        found, expected = [self._outcome(answer, case) for case in used], self._outcomes(self.right)
         if broken := [outcome for outcome in expected if isinstance(outcome, CheckFailed)]:
             raise RuntimeError(f"the check itself is broken: {broken[0]}") from broken[0]
         if not self._same(found, expected):
             self._explain(found, expected)
+        self._check_inputs(used)
         for condition in self.also:
             self._guarded(condition, answer)
         print(f"{self.name}: correct ({len(found)} input{'s' * (len(found) != 1)})")
+
+    def _check_inputs(self, used: Sequence[tuple]) -> None:
+        """Refuse an answer that changed what it was given: right alone, it makes whatever is computed next wrong."""
+        names = list(inspect.signature(self.right).parameters)
+        for after, before in zip(used, self.cases()):
+            for name, now, then in zip(names, after, before):
+                try:
+                    now, then = plain(now), plain(then)
+                except (TypeError, ValueError, RuntimeError):  # a system, a function, a generator
+                    continue
+                if difference(then, then, 0.0) is None and difference(now, then, 0.0) is not None:
+                    fail(f"{self.name} returns the right values but changes its argument {name}: work on a copy of it")
 
     def _outcomes(self, function: Callable) -> list:
         return [self._outcome(function, case) for case in self.cases()]
