@@ -15,12 +15,12 @@ LAB_FLAGS   ?=
 # Threads that wait by spinning make a shared or busy machine many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lab notebooks student grade study-tables study-two-llm lint clean
+.PHONY: help setup demo test lab notebooks student grade study-tables study-faces study-faces-small study-two-llm lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
 	@echo "make TARGET, where TARGET is one of"
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-16s%s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{printf "%-20s%s\n", $$1, $$2}'
 
 setup: $(READY)  ## install everything into .venv (done by the other targets when needed)
 
@@ -46,6 +46,17 @@ study-tables: $(READY)  ## the stored exact tables again: beta and samplers, two
 	for name in beta samplers; do \
 	  $(BIN)/python -m sysdpo_lab run $$name --profile toy --out runs/$$name --resume \
 	  && $(BIN)/python -m sysdpo_lab store runs/$$name $$name || exit 1; done
+
+study-faces: $(READY)  ## the stored faces run again, all rows, and its five studies (three hours on two cores); resumable
+	$(BIN)/python -m sysdpo_lab run faces --profile tiny --set rows=all --out runs/faces-tiny --resume
+	$(BIN)/python -m sysdpo_lab store runs/faces-tiny faces-tiny
+	for name in noise weight timesteps pairs anchors; do \
+	  $(BIN)/python -m sysdpo_lab.experiments.faces_studies $$name --main runs/faces-tiny --out runs/faces-study-$$name --store \
+	  || exit 1; done
+
+study-faces-small: $(READY)  ## faces with SmolLM2 as the caption writer (an hour on two cores); resumable
+	$(BIN)/python -m sysdpo_lab run faces --profile small --out runs/faces-small --resume
+	$(BIN)/python -m sysdpo_lab store runs/faces-small faces-small
 
 study-two-llm: $(READY)  ## the long two-LLM run on SmolLM2 (hours on two cores); starts where it was stopped
 	$(BIN)/python -m sysdpo_lab run two-llm --profile small --out runs/two-llm-small --resume

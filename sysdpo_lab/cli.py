@@ -1,4 +1,4 @@
-"""The command line: list, run, plan, ask, doctor, store, demo."""
+"""The command line: list, run, grid, plan, ask, doctor, store, demo."""
 
 import argparse
 import sys
@@ -28,6 +28,14 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--seeds", type=_seeds, default=None, help="for example 0,1,2; default: the profile's")
     run.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings that differ")
     run.add_argument("--resume", action="store_true", help="go on with an interrupted run, to the same result")
+    grid = commands.add_parser("grid", help="run every combination of some settings; writes table.csv, items.csv, figures")
+    grid.add_argument("experiment")
+    grid.add_argument("--profile", required=True)
+    grid.add_argument("--axis", action="append", default=[], metavar="NAME=V1,V2", help="a setting and its values; repeatable")
+    grid.add_argument("--out", type=Path, required=True)
+    grid.add_argument("--seeds", type=_seeds, default=None)
+    grid.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="the same in every cell")
+    grid.add_argument("--resume", action="store_true", help="keep complete cells, go on with the interrupted one")
     plan = commands.add_parser("plan", help="memory, tokens and hours of a run; downloads nothing")
     plan.add_argument("experiment")
     plan.add_argument("--profile", required=True)
@@ -36,8 +44,8 @@ def parser() -> argparse.ArgumentParser:
     ask.add_argument("questions", nargs="*", help="without any: one question a line from standard input")
     ask.add_argument("--start", action="store_true", help="ask the frozen start instead")
     ask.add_argument("--sample", type=int, default=None, metavar="SEED", help="sample every component; default: greedy")
-    store = commands.add_parser("store", help="keep a complete run under data/results/NAME")
-    store.add_argument("run", type=Path, help="the folder that `run --out` wrote")
+    store = commands.add_parser("store", help="keep a complete run or grid under data/results/NAME")
+    store.add_argument("run", type=Path, help="the folder that `run --out` or `grid --out` wrote")
     store.add_argument("name")
     demo = commands.add_parser("demo", help="lesson 00 and a short two-LLM run of SmolLM2, offline, under 10 minutes")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"))
@@ -84,12 +92,35 @@ def print_plan(experiment: str, name: str) -> None:
     print(f"seeds {seeds}; about {profile.minutes:g} minutes on {profile.machine}, {profile.memory_gb:g} GB")
     print("downloads: " + ("yes" if profile.network else "none"))
     settings = profile.settings
-    if "max_new_tokens" in settings:
-        from sysdpo_lab.planning import tokens_per_step
+    if "scorer" in settings:
+        from sysdpo_lab import planning
 
-        print("tokens a training step (generated, scored): {:,}, {:,}".format(*tokens_per_step(settings)))
+        memory = planning.faces_memory(settings["rank"])
+        print(f"memory before activations: {sum(memory.values()):.1f} GB")
+        for name, value in [*memory.items(), *planning.faces_work(settings).items()]:
+            print(f"  {name}: {value:,.1f}")
+    elif "max_new_tokens" in settings:
+        print_tokens(experiment, profile)
     for key, value in settings.items():
         print(f"  {key} = {value}")
+
+
+def print_tokens(experiment: str, profile: profiles.Profile) -> None:
+    """Tokens of a training step of language models; at the paper's size memory and hours too."""
+    from sysdpo_lab import planning
+
+    settings, nodes = profile.settings, 3 if experiment == "three-llm" else 2
+    prompt = planning.ORCA_PROMPT if profile.network else planning.PROMPT_TOKENS
+    tokens = planning.tokens_per_step(settings, nodes - 1, prompt)
+    print("tokens a training step (generated, scored): {:,}, {:,}".format(*tokens))
+    if profile.network:
+        rows = len(settings["rows"].split(",")) - 1
+        for what, found in (
+            ("GB of a training step", planning.language_memory(settings, nodes)),
+            ("hours a seed, estimated", planning.language_hours(settings, rows, nodes)),
+        ):
+            parts = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
+            print(f"{what}: {sum(found.values()):.1f} ({parts})")
 
 
 def print_summary(summary: dict, out: Path) -> None:
@@ -123,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _how_to_go_on(options: argparse.Namespace) -> str:
-    if options.command == "run":
+    if options.command in ("run", "grid"):
         return "; the same command with --resume goes on"
     return "; the same command goes on" if options.command == "demo" else ""
 
@@ -142,6 +173,26 @@ def print_answers(options: argparse.Namespace) -> None:
         print("\n".join(asking.lines(answer, system.output)) + "\n")
 
 
+def run_grid(options: argparse.Namespace) -> None:
+    """Run a grid; says where its tables lie."""
+    from sysdpo_lab.experiments import grid
+
+    axes = dict(grid.axis(word) for word in options.axis)
+    if len(axes) < len(options.axis):
+        raise errors.UnknownOptionError(f"--axis names a setting twice: {options.axis}")
+    changes = settings_of(options.set)
+    rows = grid.run(options.experiment, options.profile, options.out, axes, options.seeds, changes, options.resume)
+    print(f"{len(rows)} rows: {(options.out / 'table.csv').resolve()}")
+
+
+def stored(folder: Path, name: str) -> Path:
+    """Keep a complete run, or grid, under data/results."""
+    from sysdpo_lab import results
+    from sysdpo_lab.experiments import grid
+
+    return (grid if grid.is_grid(folder) else results).store(folder, name)
+
+
 def dispatch(options: argparse.Namespace) -> int:
     """The chosen sub-command."""
     if options.command == "list":
@@ -155,9 +206,9 @@ def dispatch(options: argparse.Namespace) -> int:
     elif options.command == "ask":
         print_answers(options)
     elif options.command == "store":
-        from sysdpo_lab import results
-
-        print(f"stored in {results.store(options.run, options.name)}")
+        print(f"stored in {stored(options.run, options.name)}")
+    elif options.command == "grid":
+        run_grid(options)
     elif options.command == "demo":
         from sysdpo_lab import demo
 

@@ -47,6 +47,8 @@ class PairLoss:
             (Sampling only).
         distinct: (B,) number of different intermediates each pair had (Sampling only).
         extras: whatever else an objective wants in the log: {name: (B,) numbers, or a text}.
+        winners: {component: (B,)} log p of the winners' values, nats (a bound under the pair's noise), 0 where a pair was
+            dropped; differentiable (Direct and Separate on traces only).
     """
 
     loss: Tensor
@@ -57,6 +59,7 @@ class PairLoss:
     effective: Float[Tensor, " B"] | None = None
     distinct: Int[Tensor, " B"] | None = None
     extras: dict[str, Any] = field(default_factory=dict)
+    winners: dict[str, Float[Tensor, " B"]] = field(default_factory=dict)
 
     @property
     def kept(self) -> Bool[Tensor, " B"]:
@@ -258,13 +261,15 @@ def direct_loss(
     (0.6931, 0.0)
     """
     beta = errors.check_beta(beta)
-    gaps, kept = component_gaps(system, chosen, rejected, generator=generator)
+    winners: dict[str, Tensor] = {}
+    gaps, kept = component_gaps(system, chosen, rejected, generator=generator, winners=winners)
     if not gaps:
         return _pair_loss(torch.zeros(len(kept)), beta, kept, {})
     shares = {n: torch.where(kept, g.detach(), torch.nan) for n, g in gaps.items()}
     same = torch.stack([_same_rows(chosen[name], rejected[name]) for name in system.order]).all(0)
     found = _pair_loss(sum(gaps.values()), beta, kept, shares, same=same)
     found.extras |= bound_errors(system, chosen, rejected)
+    found.winners |= winners
     return found
 
 
@@ -275,12 +280,14 @@ def component_gaps(
     names: list[str] | None = None,
     *,
     generator: torch.Generator | None = None,
+    winners: dict[str, Tensor] | None = None,
 ) -> tuple[dict[str, Float[Tensor, " B"]], Bool[Tensor, " B"]]:
     """Each component's log-ratio of the chosen trace minus that of the rejected one, nats, differentiable.
 
     Args:
         system, chosen, rejected, generator: as in `direct_loss`.
         names: the components wanted, default all; the traces need a value of these and of their parents.
+        winners: takes the chosen values' own log p, as `PairLoss.winners`.
 
     Returns:
         {component: (B,)}, 0 where the pair has no margin, and (B,) which pairs have one; {} when none can be scored.
@@ -298,6 +305,8 @@ def component_gaps(
     possible = torch.stack([torch.isfinite(policy[n].detach()) & torch.isfinite(reference[n]) for n in names]).all(0)
     possible = possible[: len(pick)] & possible[len(pick) :]
     gaps = {n: _difference(policy[n] - reference[n], len(pick), possible) for n in names}
+    if winners is not None:
+        winners |= {n: _spread(torch.where(possible, policy[n][: len(pick)], 0.0), aligned) for n in names}
     kept = aligned.clone()
     kept[aligned] = possible.cpu()
     return {n: _spread(g, aligned) for n, g in gaps.items()}, kept.to(possible.device)

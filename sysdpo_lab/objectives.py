@@ -304,13 +304,14 @@ class _Separate(Objective):
         self.parents = dict(state["parents"])
 
     def __call__(self, system, batch, generator=None):
-        names = trained_separately(system, batch.is_trace)
-        gaps, kept, errors_seen = self._trace_gaps(system, batch, names, generator) if batch.is_trace else self._final_gaps(
-            system, batch, names, generator
-        )
+        names, winners = trained_separately(system, batch.is_trace), {}
+        if batch.is_trace:
+            gaps, kept, errors_seen = self._trace_gaps(system, batch, names, generator, winners)
+        else:
+            gaps, kept, errors_seen = self._final_gaps(system, batch, names, generator)
         rest = [name for name in system.order if name not in names]
         extras = {"separate": ", ".join(names), "left_out": ", ".join(rest), **errors_seen}
-        return dataclasses.replace(_added(gaps, self.beta, kept), extras=extras)
+        return dataclasses.replace(_added(gaps, self.beta, kept), extras=extras, winners=winners)
 
     def scored(self, system, batch, generator):
         names = trained_separately(system, batch.is_trace)
@@ -319,8 +320,8 @@ class _Separate(Objective):
         parents = self._drawn_parents(system, batch, generator)
         return [({**parents, name: side}, [name]) for name in names for side in (batch.chosen, batch.rejected)]
 
-    def _trace_gaps(self, system, batch, names, generator):
-        gaps, kept = losses.component_gaps(system, batch.chosen, batch.rejected, names, generator=generator)
+    def _trace_gaps(self, system, batch, names, generator, winners):
+        gaps, kept = losses.component_gaps(system, batch.chosen, batch.rejected, names, generator=generator, winners=winners)
         return gaps, kept, losses.bound_errors(system, batch.chosen, batch.rejected, names) if gaps else {}
 
     def _final_gaps(self, system, batch, names, generator):

@@ -4,6 +4,7 @@ An experiment says which nodes there are and what feeds what; a world says what 
 judges. Everything else is here, once.
 """
 
+import copy
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,12 +35,13 @@ CHOICES = {
     "dtype": ("auto", *DTYPES),
     "sampler": ("diverse_beam", "monte_carlo", "gumbel_top_k"),
     "schedule": SCHEDULES,
+    "base": ("shared", "separate", "tied"),
 }
 COUNTS = (
     "pairs", "heldout", "candidates", "steps", "batch", "k", "rank", "max_new_tokens", "best_of", "checkpoint_every",
     "eval_batch",
 )  # fmt: skip
-UNTRAINED = ("prompted", "best-of-n")
+UNTRAINED = ("prompted", "best-of-n", "prompted-edge")
 PROBES = 4  # samples a held-out input for the diversity of drafts and for KL
 
 
@@ -52,8 +54,9 @@ class LanguageExperiment:
         parents: {node: its parents}, in topological order; the last node is the output.
         roles: {node: the world's prompt for it}; default: the node's own name.
         about: first sentence of the report.
-        extra_rows: rows besides the common ones: "direct" (whole traces, E6), "direct-edge" (the same with `edge`).
-        edge: (from, to), the edge that "direct-edge" adds.
+        extra_rows: rows besides the common ones: "direct" (whole traces, E6), "direct-edge" (the same with `edge`) and
+            "prompted-edge" (the start of direct-edge, which is another system than the prompted one).
+        edge: (from, to), the edge that rows "...-edge" add.
     """
 
     title: str
@@ -106,23 +109,28 @@ class LanguageExperiment:
     # --- the system -----------------------------------------------------------------------------------------------------
 
     def build_system(self, context: "Context", edge: bool = False) -> CompoundSystem:
-        """A fresh system: the prompted start, with an untrained adapter a node on the shared base.
+        """A fresh system: the prompted start, with untrained adapters.
 
-        The adapters start the same for every seed; a training seed changes the data, their order and the draws.
+        The setting `base`: "shared", one frozen base and an adapter a node; "separate", a copy of the base for each node;
+        "tied", one adapter too, which all nodes train. The adapters start the same for every seed; a training seed changes
+        the data, their order and the draws.
         """
         from sysdpo_lab.components import CausalLM
 
-        model, tokenizer = load_base(context)
-        model, options = fresh_copy(model), context.settings
+        model, tokenizer = load_base(context, tuple(self.roles.get(name, name) for name in self.nodes))
+        options, shared = context.settings, fresh_copy(model)
         templates = world_of(context).PROMPTS["tiny" if context.profile.name == "tiny" else "chat"]
-        components = [
-            CausalLM(
-                name, self._parents(name, edge), model, tokenizer, self._template(templates, name, edge),
-                adapter=options["rank"], max_new_tokens=options["max_new_tokens"],
-                diversity_penalty=options["diversity_penalty"],
-            )
-            for name in self.nodes
-        ]  # fmt: skip
+        components: list[CausalLM] = []
+        for name in self.nodes:
+            own = copy.deepcopy(model) if options["base"] == "separate" else shared
+            tied = components[0] if components and options["base"] == "tied" else None
+            components.append(
+                CausalLM(
+                    name, self._parents(name, edge), own, tokenizer, self._template(templates, name, edge),
+                    adapter=tied or options["rank"], max_new_tokens=options["max_new_tokens"],
+                    diversity_penalty=options["diversity_penalty"],
+                )
+            )  # fmt: skip
         return CompoundSystem(components, inputs=("x",), output=self.output)
 
     def _parents(self, name: str, edge: bool) -> list[str]:
@@ -157,7 +165,13 @@ class LanguageExperiment:
         return Pairs([_read(row) for row in json.loads(path.read_text(encoding="utf-8"))], str(path))
 
     def _sampled(self, context: "Context", seed: int) -> list[Pair]:
-        """Of each record's sampled traces, the one with the judge's best final against that with its worst."""
+        """Of each record's sampled traces, the one with the judge's best final against that with its worst; drawn once."""
+        key = f"sampled pairs of seed {seed}"
+        if key not in context.shared:
+            context.shared[key] = self._draw_pairs(context, seed)
+        return context.shared[key]
+
+    def _draw_pairs(self, context: "Context", seed: int) -> list[Pair]:
         options, world = context.settings, world_of(context)
         generator = torch.Generator().manual_seed(1000 + seed)
         system = self.build_system(context)
@@ -203,6 +217,7 @@ class LanguageExperiment:
         return training.train(
             system, pairs, self.objective_of(context, row), steps=options["steps"], lr=options["lr"],
             generator=torch.Generator().manual_seed(seed), out=folder, resume=True, batch_size=options["batch"],
+            accumulate=options.get("accumulate", 1),
             warmup=options["warmup"], schedule=options["schedule"], checkpoint_every=options["checkpoint_every"],
             progress=context.progress,
         )  # fmt: skip
@@ -319,7 +334,7 @@ class LanguageExperiment:
 
         def make() -> list[dict]:
             context.say(f"seed {seed}, {row}")
-            system = self.build_system(context, edge=row == "direct-edge")
+            system = self.build_system(context, edge=row.endswith("-edge"))
             if row not in UNTRAINED:
                 data = self.training_traces(context, seed) if row.startswith("direct") else pairs()
                 self.train_row(context, row, system, data, seed, folder)
@@ -401,10 +416,13 @@ class LanguageExperiment:
         for name, allowed in CHOICES.items():
             errors.check_option(name, settings[name], allowed)
         whole(1, **{name: settings[name] for name in COUNTS})
-        whole(0, warmup=settings["warmup"])
+        whole(1, accumulate=settings.get("accumulate", 1))
+        whole(0, warmup=settings["warmup"], longest=settings.get("longest", 0))
         positive(math.ulp(0.0), **{name: settings[name] for name in ("lr", "beta")})
         positive(0.0, **{name: settings[name] for name in ("min_gap", "diversity_penalty")})
         self._check_judge(settings, rows)
+        if settings["base"] == "tied" and (only := [row for row in rows if row.startswith("only:")]):
+            raise errors.UnknownOptionError(f"base=tied trains all nodes as one; {', '.join(only)} cannot freeze the others")
         stored = registry.find(settings["world"]).STORED["heldout"]
         if settings["heldout"] > stored:
             raise errors.UnknownOptionError(
@@ -467,7 +485,8 @@ class LanguageExperiment:
             f"{self.about} World: {options['world']}; judge: {options['judge']}; base: {context.profile.model}, one "
             "LoRA adapter a node. Only finals are "
             f"compared. Joint: SysDPO-Sampling with {options['sampler']}, k = {options['k']}, beta = {options['beta']}, "
-            f"{options['steps']} steps of {options['batch']} pairs. Every component decodes greedily in the evaluation. "
+            f"{options['steps']} steps of {options['batch'] * options.get('accumulate', 1)} pairs. Every component decodes "
+            "greedily in the evaluation. "
             "wr_prompted: share of held-out records on which the judge puts the system above the prompted start (ties "
             "count one half); wr_chosen: the same against the data's chosen answer; words: mean length of the answers; "
             "margin_accuracy: share of held-out pairs with a positive margin; kl: nats a trace from the start; distinct_2 and "
@@ -485,7 +504,8 @@ class LanguageExperiment:
             )
         if any(row.startswith("direct") for row in rows):
             told.append(
-                "direct: SysDPO-Direct on the sampled traces themselves; direct-edge: with one more edge between the nodes."
+                "direct: SysDPO-Direct on the sampled traces themselves; direct-edge: with one more edge between the nodes; "
+                "prompted-edge: its start, another system than the prompted one, which all rows are compared with."
             )
         return " ".join(told)
 
@@ -547,18 +567,18 @@ def _key(x: Any) -> str:
     return json.dumps(x, sort_keys=True)
 
 
-def load_base(context: "Context") -> tuple[Any, Any]:
-    """Model and tokenizer of the profile, loaded once a run."""
+def load_base(context: "Context", roles: tuple[str, ...] = ("draft", "refine")) -> tuple[Any, Any]:
+    """Model and tokenizer of the profile, loaded once a run; a tiny model has been trained for some roles only."""
     if "base" not in context.shared:
         load = {"tiny": _load_tiny, "small": _load_small}.get(context.profile.name, _load_named)
-        model, tokenizer = load(context)
+        model, tokenizer = load(context, roles) if load is _load_tiny else load(context)
         context.shared["base"] = model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
         context.note("dtype", str(model.dtype).removeprefix("torch."))
     return context.shared["base"]
 
 
-def _load_tiny(context: "Context") -> tuple[Any, Any]:
-    model, tokenizer = world_of(context).load_tiny()
+def _load_tiny(context: "Context", roles: tuple[str, ...]) -> tuple[Any, Any]:
+    model, tokenizer = world_of(context).load_tiny(roles)
     return model.to(DTYPES.get(context.settings["dtype"], torch.float32)), tokenizer
 
 
@@ -579,6 +599,9 @@ def _load_named(context: "Context") -> tuple[Any, Any]:
     dtype = DTYPES.get(options["dtype"], torch.bfloat16 if torch.cuda.is_available() else torch.float32)
     source = options["model"] or context.profile.model
     model, tokenizer = loading.load_causal_lm(source, dtype=dtype, revision=options["revision"] or None)
+    if options.get("checkpointing"):
+        enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5 on
+        (enable or model.gradient_checkpointing_enable)()
     commit = getattr(model.config, "_commit_hash", None)
     context.note("model", f"{source}, commit {commit}" if commit else source)
     return model, tokenizer
@@ -599,8 +622,6 @@ def measured_dtype(context: "Context", model: Any) -> torch.dtype:
 
 def fresh_copy(model: Any) -> Any:
     """The base without adapters of an earlier row; its frozen weights are shared, not copied."""
-    import copy
-
     memo = {id(parameter): parameter for parameter in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, memo)
 

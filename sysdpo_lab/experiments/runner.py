@@ -13,8 +13,8 @@ from typing import Any
 
 from sysdpo_lab import atomic, errors, evaluation, profiles
 
-MODULES = {"toy": "toy", "two-llm": "two_llm", "samplers": "samplers", "beta": "beta"}
-LANGUAGE: dict[str, str] = {}  # the same questions put to language models, above toy
+MODULES = {"toy": "toy", "two-llm": "two_llm", "three-llm": "three_llm", "samplers": "samplers", "beta": "beta", "faces": "faces"}
+LANGUAGE = {"samplers": "llm_samplers", "beta": "llm_beta"}  # the same questions put to language models, above toy
 
 
 @dataclass
@@ -98,17 +98,17 @@ def run(
     """
     chosen = profiles.find(experiment, profile)
     settings = chosen.with_settings(changes or {})
-    seeds = _checked_seeds(chosen.seeds if seeds is None else seeds)
+    seeds = checked_seeds(chosen.seeds if seeds is None else seeds)
     module = experiment_of(experiment, profile)
     module.check(settings)  # before the folder is made: a mistyped setting leaves nothing behind
     out = Path(out)
-    spent = _open_folder(out, {"experiment": experiment, "profile": profile, "seeds": seeds, "settings": settings}, resume)
+    spent = open_folder(out, {"experiment": experiment, "profile": profile, "seeds": seeds, "settings": settings}, resume)
     context = Context(chosen, settings, out, resume, say, progress, {} if shared is None else shared)
     started = time.monotonic()
     records = []
     for seed in seeds:
         records += module.run_seed(context, seed)
-        _note_time(out, spent + time.monotonic() - started)
+        note_time(out, spent + time.monotonic() - started)
     summarise = getattr(module, "summarise", None)  # where items are not the same for every seed, an experiment has its own
     rows, differences = summarise(records, seeds) if summarise else evaluation.summarise(records, module.METRICS, seeds)
     summary = {
@@ -137,7 +137,7 @@ def experiment_of(name: str, profile: str = "toy") -> Any:
     return getattr(module, "EXPERIMENT", module)
 
 
-def _checked_seeds(seeds: Sequence[int]) -> list[int]:
+def checked_seeds(seeds: Sequence[int]) -> list[int]:
     found = list(dict.fromkeys(seeds))
     if not found or any(type(seed) is not int or not 0 <= seed < 2**31 for seed in found):
         raise errors.UnknownOptionError(f"seeds must be whole numbers from 0 to 2**31 - 1, at least one; found {found}")
@@ -169,7 +169,7 @@ def _versions() -> dict[str, str]:
     return versions()
 
 
-def _open_folder(out: Path, plan: dict[str, Any], resume: bool) -> float:
+def open_folder(out: Path, plan: dict[str, Any], resume: bool) -> float:
     """Check that `out` is free, or holds the same plan to resume; returns the seconds spent on it before."""
     path = out / "run.json"
     if path.is_file():
@@ -207,7 +207,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{key}: {old!r} there, {new!r} asked for" for key, old, new in pairs if old != new]
 
 
-def _note_time(out: Path, seconds: float) -> None:
+def note_time(out: Path, seconds: float) -> None:
     path = out / "run.json"
     atomic.write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "seconds": round(seconds, 1)})
 

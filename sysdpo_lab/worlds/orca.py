@@ -14,7 +14,7 @@ import torch
 
 from sysdpo_lab import errors, preferences
 from sysdpo_lab.components.prompts import is_conversation, joined
-from sysdpo_lab.preferences import Pairs
+from sysdpo_lab.preferences import Pair, Pairs
 
 HUB_ID, HUB_FILE = "Intel/orca_dpo_pairs", "orca_rlhf.jsonl"
 STORED = {"train": 12_000, "validation": 193, "heldout": 193}
@@ -77,6 +77,8 @@ class Orca:
     Args:
         source: a hub id, a folder that holds the JSONL file, or the file itself.
         revision: branch, tag or commit of a hub id; "" is the main branch.
+        longest: characters of an answer; training pairs with a longer one are left out, since one such pair sets the width
+            of its whole batch. Held-out pairs stay. 0: none is left out.
 
     Raises:
         MissingFileError: no such folder or file, or the hub cannot be reached; the message says what to do.
@@ -85,7 +87,7 @@ class Orca:
 
     PROMPTS, STORED, exact = PROMPTS, STORED, False
 
-    def __init__(self, source: str = HUB_ID, revision: str = ""):
+    def __init__(self, source: str = HUB_ID, revision: str = "", longest: int = 0):
         self.path = located(source, revision)
         pairs, self.report = preferences.load(self.path)
         ranked = sorted(range(len(pairs)), key=lambda row: _rank(pairs[row].inputs["x"]))
@@ -93,7 +95,7 @@ class Orca:
         self._rows = {
             "heldout": ranked[:held],
             "validation": ranked[held : 2 * held],
-            "train": sorted(ranked[2 * held :]),
+            "train": sorted(row for row in ranked[2 * held :] if not longest or _length(pairs[row]) <= longest),
         }
         self._pairs = pairs
 
@@ -107,6 +109,10 @@ class Orca:
         rows = self._rows[split]
         drawn = torch.randperm(len(rows), generator=generator)[:n].tolist()
         return Pairs([self._pairs[rows[place]] for place in drawn], f"{self.path}, {split}")
+
+
+def _length(pair: Pair) -> int:
+    return max(len(str(pair.chosen)), len(str(pair.rejected)))
 
 
 def _rank(x: str | Messages) -> str:
@@ -139,4 +145,4 @@ def located(source: str, revision: str = "") -> Path:
 
 def opened(settings: Mapping[str, Any]) -> Orca:
     """The world of a run."""
-    return Orca(settings["dataset"] or HUB_ID, settings["dataset_revision"])
+    return Orca(settings["dataset"] or HUB_ID, settings["dataset_revision"], settings.get("longest", 0))

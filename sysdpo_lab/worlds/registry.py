@@ -7,7 +7,7 @@ from typing import Any
 
 from sysdpo_lab import errors
 
-WORLDS = ("restaurants", "orca")  # orca has no exact judge
+WORLDS = ("restaurants", "arithmetic", "passages", "orca")  # orca has no exact judge
 NEEDED = (
     "parse",  # input text x -> record
     "render",  # record -> x
@@ -18,8 +18,8 @@ NEEDED = (
     "pairs_from_candidates",  # (inputs, answers, generator, min_gap) -> on-policy pairs, number of ties
     "stored_pairs",  # (split) -> the pairs under data/
     "STORED",  # {split: number of stored pairs}
-    "PROMPTS",  # {"tiny" or "chat": {role: template}}, roles draft, refine, answer, merge
-    "load_tiny",  # () -> model, tokenizer of the tiny profile
+    "PROMPTS",  # {"tiny" or "chat": {role: template}}, roles draft, refine, answer1, answer2, answer2-seeing, merge
+    "load_tiny",  # (roles) -> model, tokenizer of the tiny profile
 )
 
 

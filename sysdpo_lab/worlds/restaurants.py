@@ -5,7 +5,6 @@ our own. `python -m sysdpo_lab.worlds.restaurants --out data/restaurants` writes
 """
 
 import argparse
-import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sysdpo_lab import atomic, errors, paths, preferences
+from sysdpo_lab import errors
 from sysdpo_lab.preferences import Pair, Pairs
+from sysdpo_lab.worlds import tasks
+from sysdpo_lab.worlds.tasks import choice
 
 NAMES = (
     "Copper Kettle", "French Horn", "Golden Fig", "Green Lantern", "Old Mill", "Olive Branch",
@@ -32,7 +33,7 @@ VALUES = {
     "near": ("library", "market", "museum", "station", "theatre"),
 }
 SLOTS = tuple(VALUES)
-SPLITS = ("train", "validation", "heldout")
+SPLITS = tasks.SPLITS
 MIN_SLOTS, MAX_SLOTS = 3, 6
 MIN_WORDS, MAX_WORDS = 4, 35
 FORM_PENALTY = 0.5
@@ -45,9 +46,26 @@ CHAT_REFINE = (
 )
 TINY_DRAFT = "<draft> {x} <write>"
 TINY_REFINE = "<refine> {x} <sep> {draft} <write>"
+# ... and of the three-LLM system; answer2-seeing is answer2 where it sees answer1.
+_CHAT_REST = "Write one short sentence about it that mentions every fact and nothing else.\nFacts: {x}"
 PROMPTS = {
-    "tiny": {"draft": TINY_DRAFT, "refine": TINY_REFINE},
-    "chat": {"draft": CHAT_DRAFT, "refine": CHAT_REFINE},
+    "tiny": {
+        "draft": TINY_DRAFT,
+        "refine": TINY_REFINE,
+        "answer1": "<answer1> {x} <write>",
+        "answer2": "<answer2> {x} <write>",
+        "answer2-seeing": "<answer2> {x} <sep> {answer1} <write>",
+        "merge": "<merge> {x} <sep> {answer1} <sep> {answer2} <write>",
+    },
+    "chat": {
+        "draft": CHAT_DRAFT,
+        "refine": CHAT_REFINE,
+        "answer1": f"Begin with the food and the price. {_CHAT_REST}",
+        "answer2": f"Begin with the place. {_CHAT_REST}",
+        "answer2-seeing": f"Begin with the place. {_CHAT_REST}\nAnother sentence: {{answer1}}",
+        "merge": "Facts: {x}\nSentence 1: {answer1}\nSentence 2: {answer2}\nMerge them into one short sentence that "
+        "mentions every fact and nothing else. Answer with the sentence only.",
+    },
 }
 
 
@@ -110,8 +128,7 @@ def parse(text: str) -> Record:
 
 def split_of(record: Record) -> str:
     """The split that a record belongs to: by a hash of what it says, 70 % train, 10 % validation, 20 % held out."""
-    bucket = int.from_bytes(hashlib.sha256(render(record).encode()).digest()[:4], "big") % 10
-    return "train" if bucket < 7 else "validation" if bucket == 7 else "heldout"
+    return tasks.split_of_text(render(record))
 
 
 def records(generator: torch.Generator, n: int, split: str | None = None) -> list[Record]:
@@ -120,13 +137,7 @@ def records(generator: torch.Generator, n: int, split: str | None = None) -> lis
     >>> [len(r.slots) for r in records(torch.Generator().manual_seed(0), 4, "train")]
     [3, 6, 6, 3]
     """
-    errors.check_option("split", split, (None, *SPLITS))
-    found: dict[Record, None] = {}
-    while len(found) < n:
-        record = _draw_record(generator)
-        if split is None or split_of(record) == split:
-            found.setdefault(record)
-    return list(found)
+    return tasks.different_records(_draw_record, split_of, generator, n, split)
 
 
 def _draw_record(generator: torch.Generator) -> Record:
@@ -134,11 +145,6 @@ def _draw_record(generator: torch.Generator) -> Record:
     order = torch.randperm(len(SLOTS) - 1, generator=generator)[: count - 1]
     slots = ["name", *(SLOTS[1 + int(i)] for i in order)]
     return Record(**{slot: choice(VALUES[slot], generator) for slot in slots})
-
-
-def choice(options: Sequence, generator: torch.Generator) -> Any:
-    """One of the options, each equally likely."""
-    return options[int(torch.randint(len(options), (1,), generator=generator))]
 
 
 def replace(record: Record, **slots: str | None) -> Record:
@@ -380,10 +386,7 @@ def is_one_sentence(text: str) -> bool:
     >>> is_one_sentence("Old Mill is cheap."), is_one_sentence("Old Mill is cheap. Go!"), is_one_sentence("Old Mill is")
     (True, False, False)
     """
-    text = text.strip()
-    ends = re.findall(r"[.!?]+[\"')\]]*(?=\s|$)|\n", text)
-    ended = re.search(r"[.!?][\"')\]]*$", text) is not None
-    return ended and len(ends) == 1 and MIN_WORDS <= len(text.split()) <= MAX_WORDS
+    return tasks.is_one_sentence(text, MIN_WORDS, MAX_WORDS)
 
 
 def compare(record: Record, a: Any, b: Any) -> float:
@@ -392,8 +395,7 @@ def compare(record: Record, a: Any, b: Any) -> float:
     >>> compare(Record("Old Mill", food="Thai"), "Old Mill is a Thai restaurant.", "Old Mill is a restaurant.")
     1.0
     """
-    score_a, score_b = judge(record, a).score, judge(record, b).score
-    return 0.5 if score_a == score_b else float(score_a > score_b)
+    return tasks.compared(judge(record, a).score, judge(record, b).score)
 
 
 def _normalised(text: str) -> str:
@@ -431,7 +433,7 @@ def _draw_pair(record: Record, generator: torch.Generator) -> Pair:
         rejected, kind = _with_faults(record, choice((1, 2), generator), generator)
         high, low = judge(record, chosen).score, judge(record, rejected).score
         if high > low:
-            return Pair({"x": render(record)}, chosen, rejected, _scores(high, low) | {"kind": kind})
+            return Pair({"x": render(record)}, chosen, rejected, tasks.score_columns(high, low) | {"kind": kind})
 
 
 def _with_faults(record: Record, faults: int, generator: torch.Generator) -> tuple[str, str]:
@@ -443,44 +445,15 @@ def _with_faults(record: Record, faults: int, generator: torch.Generator) -> tup
     return answer.text, "+".join(kinds)
 
 
-def _scores(high: float, low: float) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in zip(_SCORES, (high, low, high - low))}
-
-
-_SCORES = ("score_chosen", "score_rejected", "score_gap")
-
-
 def pairs_from_candidates(
     inputs: Sequence[str], candidates: Sequence[Sequence[Any]], generator: torch.Generator, min_gap: float = 0.0
 ) -> tuple[Pairs, int]:
-    """On-policy pairs: of each record's sampled answers, the judge's best against its worst.
-
-    Args:
-        inputs: texts x, as `render` writes them.
-        candidates: for each of them, the sampled answers (texts or `Completion`s).
-        generator: draws among answers of equal score.
-        min_gap: least difference in score; a larger one gives fewer, clearer pairs.
-
-    Returns:
-        the pairs, and how many records gave none because their answers tie (or differ by less than `min_gap`).
-    """
-    if len(inputs) != len(candidates):
-        raise errors.BatchMismatchError(f"{len(inputs)} inputs, but candidates for {len(candidates)}")
-    rows = [_pair_of_best_and_worst(x, list(answers), generator, min_gap) for x, answers in zip(inputs, candidates)]
-    kept = [row for row in rows if row is not None]
-    return Pairs(kept, "sampled answers"), len(rows) - len(kept)
+    """On-policy pairs, best against worst, and how many records gave none; see `tasks.pairs_from_candidates`."""
+    return tasks.pairs_from_candidates(_score, inputs, candidates, generator, min_gap)
 
 
-def _pair_of_best_and_worst(x: str, answers: list, generator: torch.Generator, min_gap: float) -> Pair | None:
-    record = parse(x)
-    # an answer without a token cannot be scored; it may still be EOS alone
-    answers = [answer for answer in answers if getattr(answer, "token_ids", str(answer).strip())]
-    scores = [judge(record, answer).score for answer in answers]
-    if not scores or max(scores) - min(scores) <= 0 or max(scores) - min(scores) < min_gap:
-        return None
-    best = choice([a for a, score in zip(answers, scores) if score == max(scores)], generator)
-    worst = choice([a for a, score in zip(answers, scores) if score == min(scores)], generator)
-    return Pair({"x": x}, best, worst, _scores(max(scores), min(scores)) | {"kind": "sampled"})
+def _score(x: str, answer: Any) -> float:
+    return judge(parse(x), answer).score
 
 
 # --- stored data ------------------------------------------------------------------------------------------------------
@@ -490,24 +463,12 @@ STORED = {"train": 600, "validation": 200, "heldout": 300}
 
 def stored_pairs(split: str, folder: Path | str | None = None) -> Pairs:
     """The stored preference pairs of a split, from `data/restaurants`; each of another record."""
-    errors.check_option("split", split, SPLITS)
-    folder = paths.data_folder() / "restaurants" if folder is None else Path(folder)
-    return preferences.load(folder / f"{split}.jsonl", on_error="raise")[0]
+    return tasks.stored_pairs("restaurants", split, folder)
 
 
 def write_data(folder: Path | str, seed: int = 0) -> None:
     """Write the stored pairs and their card; the same seed gives the same bytes."""
-    folder, generator = Path(folder), torch.Generator().manual_seed(seed)
-    for split, n in STORED.items():
-        preferences.save(folder / f"{split}.jsonl", preference_pairs(n, generator, split))
-    atomic.write_text(folder / "CARD.md", _card(folder, seed))
-
-
-def _card(folder: Path, seed: int) -> str:
-    rows = [
-        f"| {split}.jsonl | {n} | {paths.file_sha256(folder / f'{split}.jsonl')} |" for split, n in STORED.items()
-    ]  # fmt: skip
-    return _CARD.format(seed=seed, table="\n".join(rows))
+    tasks.write_data(folder, seed, STORED, preference_pairs, _CARD)
 
 
 _CARD = """# Restaurants: preference pairs of one-sentence descriptions
@@ -527,11 +488,11 @@ _CARD = """# Restaurants: preference pairs of one-sentence descriptions
 """
 
 
-def load_tiny() -> tuple[Any, Any]:
-    """Model and tokenizer of the tiny profile."""
-    from sysdpo_lab.worlds.tiny_lm import load_tiny_lm
+def load_tiny(roles: Sequence[str] = ("draft", "refine")) -> tuple[Any, Any]:
+    """Model and tokenizer of the tiny profile for some roles: one model drafts and refines, another answers and merges."""
+    from sysdpo_lab.worlds import merge_lm, tiny_lm, tiny_models
 
-    return load_tiny_lm()
+    return tiny_models.load(merge_lm.RECIPE if "merge" in roles else tiny_lm.RECIPE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -85,6 +85,21 @@ def test_a_run_stopped_in_the_middle_goes_on_to_the_same_weights_and_asks_the_ju
     assert len(keys) == len(set(keys)) == len((tmp_path / "whole" / "judge.jsonl").read_text().splitlines())
 
 
+def test_micro_batches_with_checkpointing_train_to_the_weights_of_one_batch(folders, tmp_path):
+    """What fits a large model into memory must change nothing but the memory."""
+    assert REGISTRY["two-llm", "paper"].settings["checkpointing"] and REGISTRY["two-llm", "paper"].settings["accumulate"] > 1
+    ways = {
+        "parts": {"batch": 1, "accumulate": 2, "checkpointing": True},
+        "whole": {"batch": 2, "accumulate": 1, "checkpointing": False},
+    }
+    trained = {}
+    for name, way in ways.items():
+        runner.run("two-llm", "paper", tmp_path / name, (0,), changes(folders, rows="prompted,joint", **way), say=silent)
+        trained[name] = CompoundSystem.load(tmp_path / name / "seed-0" / "joint" / "system").trainable_parameters()
+    for one, other in zip(trained["parts"], trained["whole"]):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def test_without_a_network_the_paper_profile_says_what_it_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

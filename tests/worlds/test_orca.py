@@ -55,6 +55,18 @@ def test_training_pairs_are_drawn_from_the_training_split_without_repeats(folder
     assert len(world.preference_pairs(1000, torch.Generator())) == 20
 
 
+def test_long_answers_are_left_out_of_training_alone(folder):
+    every, short = orca.Orca(str(folder)), orca.Orca(str(folder), longest=len("It is 1."))
+    assert questions(short.stored_pairs("heldout")) == questions(every.stored_pairs("heldout"))
+    kept = questions(short.stored_pairs("train"))
+    assert kept == [
+        q for q in questions(every.stored_pairs("train")) if len(q) == len("What is 1 + 1?") and "9" not in q
+    ]
+    assert 0 < len(kept) < len(every.stored_pairs("train"))
+    settings = {"dataset": str(folder), "dataset_revision": "", "longest": len("It is 1.")}
+    assert questions(orca.opened(settings).stored_pairs("train")) == kept
+
+
 def test_prompts_keep_the_system_message_and_show_the_drafts():
     x = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"})
     refine = orca.refine(x, "Because.")
