@@ -104,7 +104,7 @@ def test_differences_are_read_downwards_and_those_with_the_start_are_left_out():
     (ax,) = grid_figures.plot_differences(found, "wr_prompted").axes
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels[::-1] == ["dbs-2 - mc-2", "dbs-4 - dbs-2"]
-    spans = [line.get_xdata().tolist() for line in ax.lines if len(line.get_xdata()) == 2]
+    spans = [[float(x) for x in line.get_xdata()] for line in ax.lines if len(line.get_xdata()) == 2]
     assert spans[:2] == [pytest.approx([-0.12, 0.08]), pytest.approx([-0.05, 0.15])]
     with pytest.raises(errors.UnknownOptionError, match="metric='kl'"):
         grid_figures.plot_differences(found[:3], "kl")
