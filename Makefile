@@ -54,7 +54,7 @@ study-faces: $(READY)  ## the stored faces run again, all rows, and its five stu
 	  $(BIN)/python -m sysdpo_lab.experiments.faces_studies $$name --main runs/faces-tiny --out runs/faces-study-$$name --store \
 	  || exit 1; done
 
-study-faces-small: $(READY)  ## faces with SmolLM2 as the caption writer (an hour on two cores); resumable
+study-faces-small: $(READY)  ## faces with SmolLM2 as the caption writer (hours on two cores); resumable
 	$(BIN)/python -m sysdpo_lab run faces --profile small --out runs/faces-small --resume
 	$(BIN)/python -m sysdpo_lab store runs/faces-small faces-small
 

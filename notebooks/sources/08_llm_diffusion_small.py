@@ -20,6 +20,7 @@
 # The diffusion part is Diffusion-DPO (Wallace et al. 2023), the system is the first one of the SysDPO paper (arXiv 2502.17721, "the paper" below), in small.
 
 # %%
+import io
 import math
 import tempfile
 import warnings
@@ -27,6 +28,7 @@ from pathlib import Path
 
 import torch
 from IPython.display import display
+from PIL import Image
 from torch.distributions import Normal, kl_divergence
 from torch.nn.functional import logsigmoid
 
@@ -691,8 +693,11 @@ print(f"validity: before {value('before', 'validity'):.3f}, joint {value('joint'
 
 # %% tags=["nbval-ignore-output"]
 def stored_picture(name, alt, folder="faces-tiny"):
-    """Show a stored figure."""
-    data, metadata = figures.picture((paths.data_folder() / "results" / folder / "figures" / f"{name}.png").read_bytes(), alt)
+    """Show a stored figure in 64 colours, which keeps the notebook small."""
+    small = io.BytesIO()
+    with Image.open(paths.data_folder() / "results" / folder / "figures" / f"{name}.png") as picture:
+        picture.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    data, metadata = figures.picture(small.getvalue(), alt)
     display(data, metadata=metadata, raw=True)
 
 
