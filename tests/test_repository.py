@@ -55,6 +55,11 @@ RANK = {top: rank for rank, line in enumerate(LAYERS) for top in line.split()}
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+def test_no_two_test_files_share_a_name_since_their_folders_are_not_packages():
+    names = [path.name for path in FILES if path.name.startswith("test_") and path.suffix == ".py"]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_the_licence_is_the_apache_licence_word_for_word():
     words = " ".join((ROOT / "LICENSE").read_text().split())
     assert words.startswith("Apache License Version 2.0, January 2004 http://www.apache.org/licenses/")
